@@ -1,0 +1,1 @@
+"""gpuledger: an event-sourced scheduler for the memory of finite accelerators."""

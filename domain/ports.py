@@ -1,0 +1,263 @@
+"""The small Protocols the application needs of the world, each as small as its one user needs (style.md, habit 8)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from .events import NewEvent, Recorded
+from .failures import Failure
+from .state import Health, Kind
+
+# ---- clock ------------------------------------------------------------------------------------------------------
+
+
+class Clock(Protocol):
+    """The clock of the ledger (semantics.md, preamble)."""
+
+    def now(self) -> int:
+        """An instant in microseconds; never less than the one before."""
+        ...
+
+
+# ---- ledger -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Events of one decision, to be appended together or not at all.
+
+    `expect` are the stream versions that the decision was made on: all streams it writes are in it (0 for a new one),
+    and those it only read and depends on (`policy`).
+    """
+
+    events: tuple[NewEvent, ...]
+    expect: Mapping[str, int]
+
+
+class LedgerConflict(Exception):
+    """A stream of `expect` has moved on; nothing was appended."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(f"stream {stream} has moved on")
+        self.stream = stream
+
+
+class LedgerUnavailable(Exception):
+    """The store failed (disk full, file gone, locked past its bound); nothing was appended, as far as is known."""
+
+
+class LedgerCorrupt(Exception):
+    """What is stored is not what this ledger wrote."""
+
+    def __init__(self, message: str, seq: int | None = None) -> None:
+        super().__init__(message if seq is None else f"event {seq}: {message}")
+        self.seq = seq
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """The exact bytes of one event, as stored, hashed and exported."""
+
+    seq: int
+    body: bytes
+    leaf_hash: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A folded state: a cache, discarded when its schema, hash or place in the ledger does not fit (ledger.md)."""
+
+    seq: int
+    schema: str
+    leaf_hash: bytes
+    body: bytes
+
+
+class Ledger(Protocol):
+    """An append-only sequence of events in one total order. Contract: tests/contract/test_ledger.py."""
+
+    def head(self) -> int:
+        """The newest `seq`; 0 when empty."""
+        ...
+
+    def append(self, batch: Batch, at: int) -> tuple[Recorded, ...]:
+        """Append all or nothing, durably. `at` is raised to the newest event's if it lies before it.
+
+        Raises LedgerConflict, LedgerUnavailable.
+        """
+        ...
+
+    def read(self, after: int = 0, limit: int = 1000) -> tuple[Recorded, ...]:
+        """At most `limit` events with `seq > after`, in order. Raises LedgerCorrupt, LedgerUnavailable."""
+        ...
+
+    def read_stream(self, stream: str) -> tuple[Recorded, ...]:
+        """The events of one stream, in order."""
+        ...
+
+    def leaves(self, after: int = 0) -> Iterator[Leaf]:
+        """Every leaf with `seq > after`, in order, in constant memory."""
+        ...
+
+    def save_snapshot(self, snapshot: Snapshot) -> None:
+        """Keep a snapshot beside the events; older ones may go."""
+        ...
+
+    def load_snapshot(self) -> Snapshot | None:
+        """The newest snapshot whose leaf hash is that of the event at its `seq`."""
+        ...
+
+    def close(self) -> None: ...
+
+
+# ---- telemetry --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    """One process, beyond the reuse of its pid: `start_ticks` is field 22 of /proc/PID/stat, in one boot."""
+
+    pid: int
+    start_ticks: int
+    boot_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ManagedProcess:
+    """The root of the process tree of a resident."""
+
+    resident_id: str
+    accelerator_id: str
+    process: ProcessIdentity
+
+
+@dataclass(frozen=True, slots=True)
+class ManagedReading:
+    """What a sample says of a resident's process tree. `used_bytes` is None where it cannot be read."""
+
+    resident_id: str
+    alive: bool
+    used_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class AcceleratorReading:
+    """One accelerator in one sample: memory and processes read together. Figures are as read, not yet judged."""
+
+    accelerator_id: str
+    index: int
+    kind: Kind
+    gpu_class: str
+    device_name: str
+    driver_version: str
+    total_bytes: int
+    used_bytes: int
+    health: Health
+    managed: tuple[ManagedReading, ...]
+    foreign_processes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TelemetryFault:
+    """DRIVER_ERROR. `accelerator_id` is None when the whole source failed; `code` is short and typed."""
+
+    accelerator_id: str | None
+    code: str
+    health: Health | None
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReading:
+    """One sample of one node. `age_ms`: how old it was, by the monotonic clock, when it was handed over."""
+
+    accelerators: tuple[AcceleratorReading, ...]
+    faults: tuple[TelemetryFault, ...]
+    memory_bytes: int | None
+    age_ms: int
+
+
+class Telemetry(Protocol):
+    """A source of samples. Blocking: it is called in a thread of its own, never in the path of a decision."""
+
+    def sample(self, managed: Sequence[ManagedProcess]) -> NodeReading:
+        """Read every accelerator of the source once. Never raises for a device's sake: faults are values."""
+        ...
+
+    def close(self) -> None: ...
+
+
+# ---- runtimes ---------------------------------------------------------------------------------------------------
+
+
+class RuntimeFault(Exception):
+    """A runtime did not do what was asked: class, short typed detail, and evidence that is hashed, never shown."""
+
+    def __init__(self, failure: Failure, detail: str, evidence: bytes = b"") -> None:
+        super().__init__(f"{failure}: {detail}")
+        self.failure = failure
+        self.detail = detail
+        self.evidence = evidence
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a resident answers, and the secret that makes it answer nobody but the gateway."""
+
+    base_url: str
+    api_key: str
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeFacts:
+    """What the local configuration of a deployment comes to (semantics.md 3)."""
+
+    runtime: str
+    runtime_version: str
+    config_hash: str
+    artifact_sha256: str | None
+    artifact_bytes: int
+
+
+class Runtimes(Protocol):
+    """Processes of ours, each for one resident. Contract: tests/contract/test_runtimes.py.
+
+    Every call is safe to make twice. Deployments name what stands in the local configuration; nobody passes a command.
+    """
+
+    def facts(self, deployment_id: str) -> RuntimeFacts:
+        """Raises RuntimeFault (ARTIFACT_CORRUPT, MODEL_LOAD_FAILED) when the model or the program is not there."""
+        ...
+
+    async def spawn(self, resident_id: str, deployment_id: str, accelerator_id: str) -> ProcessIdentity:
+        """Start its process, held before the runtime's first instruction until `load`. Raises RuntimeFault."""
+        ...
+
+    async def load(self, resident_id: str) -> None:
+        """Let it go on, wait until it is ready and has answered a functional request. Raises RuntimeFault."""
+        ...
+
+    def endpoint(self, resident_id: str) -> Endpoint:
+        """Raises KeyError for a resident that has no process here."""
+        ...
+
+    async def running_requests(self, resident_id: str) -> int | None:
+        """What the runtime itself reports; None where it does not say."""
+        ...
+
+    async def exited(self, resident_id: str) -> RuntimeFault:
+        """Wait until its process ends, and say how."""
+        ...
+
+    async def stop(self, resident_id: str, grace_seconds: int) -> None:
+        """TERM, grace, TERM, grace, KILL; returns when its processes are gone. Unknown residents are gone already."""
+        ...
+
+    async def end_orphan(self, process: ProcessIdentity, grace_seconds: int) -> None:
+        """The same for a process of an earlier run; one whose start time or boot differs is not ours: left alone."""
+        ...
+
+    async def close(self) -> None:
+        """End every process of ours, at once."""
+        ...

@@ -158,6 +158,17 @@ class NodeRegistered:
     source: Source
 
 
+@register(StreamKind.NODE)
+@dataclass(frozen=True, slots=True)
+class NodeDrainStarted:
+    """No new work on the node. A drain for a shutdown ends with the next SchedulerStarted."""
+
+    __pydantic_config__ = DOCUMENT
+
+    node_id: NodeId
+    cause: Literal["shutdown"]
+
+
 @register(StreamKind.ACCELERATOR)
 @dataclass(frozen=True, slots=True)
 class AcceleratorRegistered:
@@ -186,6 +197,16 @@ class AcceleratorRevised:
     total_bytes: PositiveBytes
     device_name: str
     driver_version: str
+
+
+@register(StreamKind.ACCELERATOR)
+@dataclass(frozen=True, slots=True)
+class AcceleratorRetired:
+    """The configuration or the device no longer has it."""
+
+    __pydantic_config__ = DOCUMENT
+
+    accelerator_id: AcceleratorId
 
 
 @register(StreamKind.ACCELERATOR)
@@ -263,6 +284,19 @@ class ResidencyMaterialized:
     materialized_bytes: Bytes
 
 
+@register(StreamKind.ACCELERATOR)
+@dataclass(frozen=True, slots=True)
+class LeaseRoomConfirmed:
+    """A fresh sample showed room for a warm grant that needs some: work may start (semantics.md 7)."""
+
+    __pydantic_config__ = DOCUMENT
+
+    lease_id: LeaseId
+    resident_id: ResidentId
+    needed_bytes: Bytes
+    schedulable_bytes: Bytes
+
+
 class ReleaseCause(StrEnum):
     """Why a lease ended before it expired."""
 
@@ -273,13 +307,12 @@ class ReleaseCause(StrEnum):
     NOT_RECLAIMED = "not_reclaimed"
     SCHEDULER_RESTARTED = "scheduler_restarted"
     SHUTDOWN = "shutdown"
-    DEADLINE = "deadline"
 
 
 @register(StreamKind.ACCELERATOR)
 @dataclass(frozen=True, slots=True)
 class LeaseReleased:
-    """`used` says whether work ran under it: then `last_used_at` and the protection of its resident move."""
+    """`used`: work ran under it, so `last_used_at` of its resident moves; a null `protected_until` moves nothing."""
 
     __pydantic_config__ = DOCUMENT
 
@@ -288,6 +321,7 @@ class LeaseReleased:
     released_at: Instant
     cause: ReleaseCause
     used: bool
+    protected_until: Instant | None
 
 
 @register(StreamKind.ACCELERATOR)
@@ -379,7 +413,6 @@ class EvictionCause(StrEnum):
     NO_ROOM = "no_room"
     SHUTDOWN = "shutdown"
     SCHEDULER_RESTARTED = "scheduler_restarted"
-    DEPLOYMENT_CHANGED = "deployment_changed"
 
 
 @register(StreamKind.ACCELERATOR)
@@ -756,12 +789,15 @@ Event: TypeAlias = (
     | SchedulerStopped
     | PolicyRevised
     | NodeRegistered
+    | NodeDrainStarted
     | AcceleratorRegistered
     | AcceleratorRevised
+    | AcceleratorRetired
     | AcceleratorHealthChanged
     | PressureChanged
     | LeaseGranted
     | LeaseRenewed
+    | LeaseRoomConfirmed
     | ResidencyMaterialized
     | LeaseReleased
     | LeaseExpired

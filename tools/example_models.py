@@ -15,7 +15,7 @@ import os
 import string
 import tempfile
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
@@ -71,7 +71,7 @@ def _write(out: Path, step: str, writer: gguf.GGUFWriter, tensors: list[_Tensor]
     for tensor in tensors:
         dtype = np.dtype(np.float16 if tensor.half else np.float32)
         writer.add_tensor_info(tensor.name, tensor.shape, dtype, sizes[tensor.name])
-    with _atomic(out) as path:
+    with _atomic(out) as path, closing(writer):
         writer.write_header_to_file(path)
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
@@ -80,7 +80,6 @@ def _write(out: Path, step: str, writer: gguf.GGUFWriter, tensors: list[_Tensor]
             writer.write_tensor_data(np.ascontiguousarray(values))
             done += sizes[tensor.name]
             progress(step, done, total)
-        writer.close()
 
 
 @contextmanager

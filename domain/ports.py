@@ -75,30 +75,48 @@ class Snapshot:
     body: bytes
 
 
-class Ledger(Protocol):
-    """An append-only sequence of events in one total order. Contract: tests/contract/test_ledger.py."""
+class LedgerReader(Protocol):
+    """A sequence of events in one total order: a ledger, or an export of one. Contract: tests/contract/test_ledger.py.
+
+    Every method raises LedgerUnavailable, and LedgerCorrupt for what its writer would not have written.
+    """
 
     def head(self) -> int:
         """The newest `seq`; 0 when empty."""
         ...
 
-    def append(self, batch: Batch, at: int) -> tuple[Recorded, ...]:
-        """Append all or nothing, durably. `at` is raised to the newest event's if it lies before it.
-
-        Raises LedgerConflict, LedgerUnavailable.
-        """
+    def stream_version(self, stream: str) -> int:
+        """The version of a stream's newest event; 0 for a stream that has none."""
         ...
 
     def read(self, after: int = 0, limit: int = 1000) -> tuple[Recorded, ...]:
-        """At most `limit` events with `seq > after`, in order. Raises LedgerCorrupt, LedgerUnavailable."""
+        """At most `limit` events with `seq > after`, in order."""
         ...
 
     def read_stream(self, stream: str) -> tuple[Recorded, ...]:
         """The events of one stream, in order."""
         ...
 
+    def read_backward(self, types: frozenset[str], limit: int) -> tuple[Recorded, ...]:
+        """The newest `limit` events of these types, newest first."""
+        ...
+
     def leaves(self, after: int = 0) -> Iterator[Leaf]:
-        """Every leaf with `seq > after`, in order, in constant memory."""
+        """Every leaf with `seq > after` up to the head, as stored and unjudged, in order, in constant memory."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Ledger(LedgerReader, Protocol):
+    """A ledger that can be appended to, by one thread or several."""
+
+    def append(self, batch: Batch, at: int) -> tuple[Recorded, ...]:
+        """Append all or nothing, durably. `at` is raised to the newest event's if it lies before it.
+
+        Raises LedgerConflict, LedgerUnavailable; ValueError for a batch that no ledger may take: a stream that is not
+        in `expect`, a value outside the profile.
+        """
         ...
 
     def save_snapshot(self, snapshot: Snapshot) -> None:
@@ -106,10 +124,8 @@ class Ledger(Protocol):
         ...
 
     def load_snapshot(self) -> Snapshot | None:
-        """The newest snapshot whose leaf hash is that of the event at its `seq`."""
+        """The newest snapshot that is whole and whose leaf hash is that of the event at its `seq`."""
         ...
-
-    def close(self) -> None: ...
 
 
 # ---- telemetry --------------------------------------------------------------------------------------------------
@@ -144,7 +160,11 @@ class ManagedReading:
 
 @dataclass(frozen=True, slots=True)
 class AcceleratorReading:
-    """One accelerator in one sample: memory and processes read together. Figures are as read, not yet judged."""
+    """One accelerator in one sample: memory and processes read together. Figures are as read, not yet judged.
+
+    `foreign_processes`: distinct compute processes that belong to no resident (semantics.md 9); 0 on a host, where every
+    other program of the machine would be one. `health_cause` is a short typed word where the health is not HEALTHY.
+    """
 
     accelerator_id: str
     index: int
@@ -157,11 +177,16 @@ class AcceleratorReading:
     health: Health
     managed: tuple[ManagedReading, ...]
     foreign_processes: int
+    health_cause: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class TelemetryFault:
-    """DRIVER_ERROR. `accelerator_id` is None when the whole source failed; `code` is short and typed."""
+    """DRIVER_ERROR. What is in the same sample for other accelerators stands.
+
+    `accelerator_id` is None where the fault is that of no accelerator this source has ever seen. `code` is short and
+    typed. `health` is what the fault says of the accelerator's health; None where it says nothing.
+    """
 
     accelerator_id: str | None
     code: str

@@ -162,8 +162,8 @@ class ManagedReading:
 class AcceleratorReading:
     """One accelerator in one sample: memory and processes read together. Figures are as read, not yet judged.
 
-    `foreign_processes`: distinct compute processes that belong to no resident (semantics.md 9); 0 on a host, where every
-    other program of the machine would be one. `health_cause` is a short typed word where the health is not HEALTHY.
+    `foreign_processes`: distinct compute processes that belong to no resident (semantics.md 9); 0 on a host, where
+    every other program of the machine would be one. `health_cause` is a short typed word where it is not HEALTHY.
     """
 
     accelerator_id: str

@@ -1,0 +1,48 @@
+# make serve   install what is needed, prepare the example once, start the scheduler
+# make test    install what is needed, run the whole suite        (ARGS="-k ledger" chooses)
+# make lint    style, types, imports and dependencies
+# make dist    sdist and wheel, and the wheel tried in an empty environment
+#
+# Needs a Python >= 3.11 with venv and pip (PYTHON=... names one). Paths are relative and tools run as `python -m`:
+# all of it works in a folder with a space in its name.
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+MAKEFLAGS += --no-print-directory
+
+PY := .venv/bin/python
+STATE := var
+ARGS :=
+
+.PHONY: help serve test lint dist clean
+
+help:
+	@sed -n '1,4s/^# //p' Makefile
+
+serve:
+	@sh .ci/venv base
+	@$(PY) -m gpuledger.tools.examples "$(STATE)"
+	@exec .venv/bin/gpuledger serve --config "$(STATE)/gpuledger.yaml" $(ARGS)
+
+test:
+	@sh .ci/venv base test
+	@exec $(PY) -m pytest $(ARGS)
+
+lint:
+	@sh .ci/venv base test lint
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m mypy
+	$(PY) -m mypy tests
+	$(PY) -m pyright
+	$(PY) .venv/bin/lint-imports
+	$(PY) -m deptry .
+
+dist:
+	@sh .ci/venv base test lint
+	@rm -rf build dist
+	$(PY) -m build --outdir dist .
+	$(PY) .ci/try_wheel.py
+
+clean:
+	@rm -rf build dist .import/gpuledger.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -26,7 +26,9 @@ MICROS_PER_SECOND: Final = 1_000_000
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _INSTANT_PATTERN: Final = r"^\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}\.\d{6}Z$"
-_INSTANT_RE: Final = re.compile(_INSTANT_PATTERN, re.ASCII)
+_INSTANT_RE: Final = re.compile(_INSTANT_PATTERN[1:-1], re.ASCII)
+#: A century before the calendar of `datetime` ends: an instant plus the longest durations stays one.
+_INSTANT_END: Final = datetime(9900, 1, 1, tzinfo=UTC)
 #: Ids appear in stream names, labels of metrics and file names: no spaces, quotes, slashes or control characters
 #: except `/` inside model-like names. 200 keeps a leaf small.
 ID_PATTERN: Final = r"^[A-Za-z0-9][A-Za-z0-9._@#:+/-]{0,199}$"
@@ -38,9 +40,14 @@ def parse_instant(text: str) -> int:
     >>> parse_instant("1970-01-01T00:00:01.500000Z")
     1500000
     """
-    if not _INSTANT_RE.match(text):
+    if not _INSTANT_RE.fullmatch(text):
         raise ValueError("must be an instant in UTC with six fractional digits, as 2026-11-30T12:00:00.000000Z")
-    moment = datetime.strptime(text, "%Y-%m-%dT%H:%M:%S.%fZ").replace(tzinfo=UTC)
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise ValueError("must be an instant that exists: no such day or time") from None
+    if not _EPOCH <= moment < _INSTANT_END:
+        raise ValueError("must be an instant from 1970 on and before 9900")
     return (moment - _EPOCH) // timedelta(microseconds=1)
 
 
@@ -51,7 +58,7 @@ def format_instant(micros: int) -> str:
     '1970-01-01T00:00:01.500000Z'
     """
     moment = _EPOCH + timedelta(microseconds=micros)
-    return moment.strftime("%Y-%m-%dT%H:%M:%S.") + f"{moment.microsecond:06d}Z"
+    return moment.replace(tzinfo=None).isoformat(timespec="microseconds") + "Z"
 
 
 def _validate_instant(value: object) -> int:
@@ -75,7 +82,7 @@ Bytes: TypeAlias = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
 SignedBytes: TypeAlias = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)]
 PositiveBytes: TypeAlias = Annotated[int, Field(ge=1, le=MAX_INTEGER)]
 BasisPoints: TypeAlias = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
-#: Bounded at about 31 years, so that an instant plus any duration stays a valid instant.
+#: Bounded at about 31 years, so that an instant (before 9900) plus some durations can still be written.
 Milliseconds: TypeAlias = Annotated[int, Field(ge=0, le=10**12)]
 Seconds: TypeAlias = Annotated[int, Field(ge=0, le=10**9)]
 Count: TypeAlias = Annotated[int, Field(ge=0, le=MAX_INTEGER)]

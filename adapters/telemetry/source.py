@@ -1,0 +1,29 @@
+"""What a source of samples is to the node that merges them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from gpuledger.domain.ports import AcceleratorReading, TelemetryFault
+
+from .processes import Forest
+
+
+@dataclass(frozen=True, slots=True)
+class SourceReading:
+    """What one source saw in one sample. `memory_bytes`: of the node, from the one source that knows it."""
+
+    accelerators: tuple[AcceleratorReading, ...] = ()
+    faults: tuple[TelemetryFault, ...] = ()
+    memory_bytes: int | None = None
+
+
+class Source(Protocol):
+    """Reads its accelerators once per call. Blocking; one thread at a time."""
+
+    def read(self, forest: Forest) -> SourceReading:
+        """Every accelerator of the source, each as a reading or as a fault. `forest`: the processes of this sample."""
+        ...
+
+    def close(self) -> None: ...

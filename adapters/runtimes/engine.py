@@ -1,0 +1,65 @@
+"""What the manager needs of each kind of runtime: its command line, what it is, and how it speaks of itself."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Protocol, TypeAlias
+
+from gpuledger.domain.failures import Failure
+from gpuledger.domain.ports import RuntimeFacts, RuntimeFault
+
+from .process import Command
+
+Json: TypeAlias = str | int | bool | Sequence["Json"] | Mapping[str, "Json"] | None
+
+
+class Engine(Protocol):
+    """One deployment's runtime: made from its configuration alone."""
+
+    def facts(self) -> RuntimeFacts:
+        """Blocking: hashes the model when it has changed. Raises RuntimeFault."""
+        ...
+
+    def command(self, port: int, api_key: str) -> Command:
+        """How to start it. The key is in the environment, never in the arguments. Raises RuntimeFault."""
+        ...
+
+    def running_requests(self, metrics: str) -> int | None:
+        """Requests that run or wait, by what it answers at /metrics."""
+        ...
+
+    def complaint(self, output: bytes) -> tuple[Failure, str] | None:
+        """Class and detail of a failed load, where the last output says more than the exit status."""
+        ...
+
+
+def config_hash(shape: Mapping[str, Json]) -> str:
+    """SHA-256 of the canonical JSON of everything that shapes a deployment's memory (semantics.md 3)."""
+    return hashlib.sha256(json.dumps(shape, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def sum_of_gauges(metrics: str, names: Sequence[str]) -> int | None:
+    """The sum of gauges without labels in a Prometheus text; None when one is missing.
+
+    >>> sum_of_gauges("# TYPE a gauge\\na 2\\nb 1.0\\n", ("a", "b"))
+    3
+    """
+    total = 0
+    for name in names:
+        match = re.search(rf"^{re.escape(name)} (\S+)\s*$", metrics, re.MULTILINE)
+        if match is None:
+            return None
+        try:
+            total += int(float(match[1]))
+        except (ValueError, OverflowError):
+            return None
+    return total
+
+
+def fault_of(engine: Engine, failure: Failure, detail: str, output: bytes) -> RuntimeFault:
+    """A fault in the words of the runtime where it said any, with its last output as evidence."""
+    found = engine.complaint(output)
+    return RuntimeFault(*(found or (failure, detail)), output)

@@ -1,0 +1,139 @@
+"""llama.cpp: its own `llama-server`, or the same server out of the PyPI package xllamacpp (llama_server.py)."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from gpuledger.domain.failures import Failure
+from gpuledger.domain.ports import RuntimeFacts, RuntimeFault
+
+from . import llama_server
+from .artifacts import Artifacts
+from .config import LlamaCppConfig, Serves
+from .engine import Json, config_hash, sum_of_gauges
+from .process import LOOPBACK, Command
+
+PACKAGE: Final = "xllamacpp"
+#: Sampling is the client's; this only makes what it leaves open repeatable.
+SEED: Final = 20_240_229
+#: Errors only: from "warning" on, prompts can appear.
+VERBOSITY: Final = 1
+ALL_LAYERS: Final = 100_000
+
+#: Settings that newer servers have and older ones refuse as options; an unknown variable is no error. A prompt cache
+#: in host memory (8 GiB by default), checkpoints of contexts and a context fitted to what is free would each make
+#: the memory of a deployment another one than was measured.
+SETTINGS: Final = {
+    "LLAMA_ARG_CACHE_RAM": "0",
+    "LLAMA_ARG_CTX_CHECKPOINTS": "0",
+    "LLAMA_ARG_FIT": "off",
+    "LLAMA_ARG_UI": "0",
+    "LLAMA_ARG_REUSE_PORT": "1",
+}
+
+_COMPLAINTS: Final = (
+    (re.compile(rb"out of memory|failed to allocate|unable to allocate|bad_alloc"), Failure.GPU_OOM, "out_of_memory"),
+    (re.compile(rb"corrupted or incomplete|invalid magic"), Failure.MODEL_LOAD_FAILED, "model_corrupt"),
+    (re.compile(rb"unknown model architecture"), Failure.MODEL_LOAD_FAILED, "model_not_supported"),
+    (re.compile(rb"couldn't bind"), Failure.MODEL_LOAD_FAILED, "port_in_use"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Program:
+    """What is executed, and which version it calls itself."""
+
+    argv: tuple[str, ...]
+    version: str
+
+
+class LlamaCpp:
+    def __init__(self, config: LlamaCppConfig, artifacts: Artifacts) -> None:
+        self._config = config
+        self._artifacts = artifacts
+        self._program: _Program | None = None
+
+    def facts(self) -> RuntimeFacts:
+        artifact = self._artifacts.inspect(self._config.model)
+        if self._config.sha256 not in (None, artifact.sha256):
+            raise RuntimeFault(Failure.ARTIFACT_CORRUPT, "sha256_mismatch", artifact.sha256.encode())
+        version = self._find_program().version
+        shape: dict[str, Json] = {
+            "type": self._config.type,
+            "version": version,
+            "artifact_sha256": artifact.sha256,
+            "options": self._options(),
+            "settings": SETTINGS,
+        }
+        return RuntimeFacts("llama_cpp", version, config_hash(shape), artifact.sha256, artifact.size_bytes)
+
+    def command(self, port: int, api_key: str) -> Command:
+        place = ("--model", str(self._config.model.absolute()), "--host", LOOPBACK, "--port", str(port))
+        argv = (*self._find_program().argv, *place, *self._options())
+        return Command(argv, {**SETTINGS, "LLAMA_API_KEY": api_key})
+
+    def running_requests(self, metrics: str) -> int | None:
+        return sum_of_gauges(metrics, ("llamacpp:requests_processing", "llamacpp:requests_deferred"))
+
+    def complaint(self, output: bytes) -> tuple[Failure, str] | None:
+        return next(((failure, detail) for pattern, failure, detail in _COMPLAINTS if pattern.search(output)), None)
+
+    def _options(self) -> tuple[str, ...]:
+        """All that follows from the configuration and is no place: this is what shapes memory."""
+        config = self._config
+        numbers = {
+            "--ctx-size": config.context_length * config.concurrency,
+            "--parallel": config.concurrency,
+            "--batch-size": config.batch_size,
+            "--ubatch-size": config.micro_batch,
+            "--threads": config.threads,
+            "--threads-batch": config.threads,
+            "--n-gpu-layers": ALL_LAYERS if config.gpu_layers == "all" else config.gpu_layers,
+            "--seed": SEED,
+            "--verbosity": VERBOSITY,
+        }
+        options = [text for name, number in numbers.items() for text in (name, str(number))]
+        options += ["--cache-type-k", config.cache_type_k, "--cache-type-v", config.cache_type_v]
+        options += ["--flash-attn", config.flash_attention, "--metrics"]
+        options += [] if config.mmap else ["--no-mmap"]
+        options += ["--embeddings"] if config.serves is Serves.EMBEDDING else []
+        options += ["--pooling", config.pooling] if config.pooling is not None else []
+        return tuple(options)
+
+    def _find_program(self) -> _Program:
+        if self._program is None:
+            self._program = _find_program(self._config.server)
+        return self._program
+
+
+def _find_program(server: Path | None) -> _Program:
+    """The server that is named, or a llama-server on PATH, or ours. Raises RuntimeFault (MODEL_LOAD_FAILED)."""
+    found = shutil.which("llama-server") if server is None else str(server.absolute())
+    if found is not None:
+        return _Program((found,), _version_of(found))
+    try:
+        version = importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError as error:
+        raise RuntimeFault(Failure.MODEL_LOAD_FAILED, "no_llama_server") from error
+    return _Program((sys.executable, "-I", llama_server.__file__), f"{PACKAGE}-{version}")
+
+
+def _version_of(server: str) -> str:
+    """`llama-server --version` says `version: 7000 (0123abc)` among lines about its devices."""
+    try:
+        said = subprocess.run(
+            (server, "--version"), capture_output=True, timeout=60, env={"CUDA_VISIBLE_DEVICES": ""}, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise RuntimeFault(Failure.MODEL_LOAD_FAILED, "no_llama_server", str(error).encode()) from error
+    match = re.search(rb"version: (\S+) \(([0-9a-z]+)\)", said.stdout + said.stderr)
+    if match is None:
+        raise RuntimeFault(Failure.MODEL_LOAD_FAILED, "no_llama_server", said.stderr[-4096:])
+    return f"llama-server-{match[1].decode()}-{match[2].decode()}"

@@ -1,0 +1,279 @@
+"""Every runtime process of this node: the one implementation of `domain.ports.Runtimes`.
+
+It knows residents and deployments by name and nothing of events, leases or plans. What it executes comes from the
+local configuration alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, assert_never
+
+import httpx
+
+from gpuledger.adapters import procfs
+from gpuledger.domain.failures import Failure
+from gpuledger.domain.ports import Endpoint, ProcessIdentity, RuntimeFacts, RuntimeFault
+from gpuledger.domain.units import MIB
+
+from . import checks
+from .artifacts import Artifacts
+from .config import LlamaCppConfig, ReferenceConfig, RuntimeConfig
+from .engine import Engine, fault_of
+from .llama_cpp import LlamaCpp
+from .output import BoundedLog
+from .process import AT_ONCE, LOOPBACK, POLITE, Child, Command, PortReservation, Spawner, end_tree
+from .reference import Reference
+
+#: All that a runtime inherits. Anything else (credentials of the scheduler, proxies, LLAMA_ARG_*) stays behind.
+INHERITED: Final = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
+#: Marks what a runtime leaves behind as ours when its root is gone (`end_orphan`).
+MARK: Final = "GPULEDGER_RESIDENT"
+_CRASH_SHOWS_SECONDS: Final = 1.0
+_CUDA_DEVICE: Final = re.compile(r"(?:GPU|MIG)-[A-Za-z0-9/-]+$")
+
+
+@dataclass(slots=True)
+class _Resident:
+    """One process and what belongs to it."""
+
+    engine: Engine
+    config: RuntimeConfig
+    child: Child
+    port: PortReservation
+    endpoint: Endpoint
+    ready: bool = False
+    stopping: bool = False
+    load: asyncio.Task[RuntimeFault | None] | None = None
+    stop: asyncio.Task[None] | None = None
+
+    async def exit_fault(self) -> RuntimeFault:
+        """How its process, which has ended, ended."""
+        output = await self.child.last_words()
+        failure = Failure.RUNTIME_CRASH if self.ready else Failure.MODEL_LOAD_FAILED
+        if self.stopping:
+            return RuntimeFault(failure, "stopped", output)
+        return fault_of(self.engine, failure, str(self.child.exit_status), output)
+
+
+class RuntimeManager:
+    """Implements `domain.ports.Runtimes`. One event loop uses it, except for `facts`, which any thread may call."""
+
+    def __init__(
+        self,
+        configs: Mapping[str, RuntimeConfig],
+        state_folder: Path,
+        *,
+        environment: Mapping[str, str] | None = None,
+        log_limit_bytes: int = 4 * MIB,
+    ) -> None:
+        """`configs` by deployment id. Logs go to `state_folder`/runtimes. `environment`: that of the process."""
+        self._configs = dict(configs)
+        artifacts = Artifacts()
+        self._engines = {name: _engine(config, artifacts) for name, config in self._configs.items()}
+        self._folder = state_folder / "runtimes"
+        source = os.environ if environment is None else environment
+        self._inherited = {name: source[name] for name in INHERITED if name in source}
+        self._log_limit_bytes = log_limit_bytes
+        self._known_hashes: dict[str, str] = {}
+        self._spawner = Spawner()
+        self._residents: dict[str, _Resident] = {}
+        self._spawning: dict[str, asyncio.Task[_Resident]] = {}
+        self._http: httpx.AsyncClient | None = None
+
+    def facts(self, deployment_id: str) -> RuntimeFacts:
+        """Raises RuntimeFault (ARTIFACT_CORRUPT, MODEL_LOAD_FAILED), KeyError for an unknown deployment. Blocking."""
+        facts = self._engines[deployment_id].facts()
+        self._known_hashes[deployment_id] = facts.config_hash
+        return facts
+
+    async def spawn(self, resident_id: str, deployment_id: str, accelerator_id: str) -> ProcessIdentity:
+        """Start its process, held. Raises RuntimeFault; ARTIFACT_CORRUPT when it is not what `facts` told last."""
+        resident = self._residents.get(resident_id)
+        if resident is None:
+            task = self._spawning.get(resident_id)
+            if task is None:
+                task = asyncio.create_task(self._spawn(resident_id, deployment_id, accelerator_id))
+                self._spawning[resident_id] = task
+                task.add_done_callback(lambda done: self._spawned(resident_id, done))
+            # Shielded: a process whose asker went away is still registered, and so still ended by somebody.
+            resident = await asyncio.shield(task)
+        return resident.child.identity
+
+    async def load(self, resident_id: str) -> None:
+        """Raises RuntimeFault, KeyError for an unknown resident."""
+        resident = self._residents[resident_id]
+        if resident.load is None:
+            resident.load = asyncio.create_task(self._load(resident))
+        fault = await asyncio.shield(resident.load)
+        if fault is not None:
+            raise fault
+
+    def endpoint(self, resident_id: str) -> Endpoint:
+        return self._residents[resident_id].endpoint
+
+    async def running_requests(self, resident_id: str) -> int | None:
+        """None also for a resident that is not ready, or too busy to say."""
+        resident = self._residents.get(resident_id)
+        if resident is None or not resident.ready:
+            return None
+        text = await checks.metrics(self._client(), resident.endpoint)
+        return None if text is None else resident.engine.running_requests(text)
+
+    async def exited(self, resident_id: str) -> RuntimeFault:
+        """Raises KeyError for an unknown resident. Of one that `stop` ended the detail is `stopped`."""
+        resident = self._residents[resident_id]
+        await resident.child.wait()
+        return await resident.exit_fault()
+
+    async def stop(self, resident_id: str, grace_seconds: int) -> None:
+        """Raises RuntimeFault (TIMEOUT `not_gone`) when even SIGKILL did not end it; it may be asked again."""
+        spawning = self._spawning.get(resident_id)
+        if spawning is not None:
+            await asyncio.wait((spawning,))
+        resident = self._residents.get(resident_id)
+        if resident is None:
+            return
+        resident.stopping = True
+        if resident.stop is None or resident.stop.done():
+            resident.stop = asyncio.create_task(self._stop(resident_id, resident, grace_seconds))
+        await asyncio.shield(resident.stop)
+
+    async def end_orphan(self, process: ProcessIdentity, grace_seconds: int) -> None:
+        """Raises RuntimeFault (TIMEOUT `not_gone`).
+
+        While its root runs, its tree is ours. Of a root that is gone only what carries our mark is: by a double reuse
+        of the pid others could stand in its group.
+        """
+        if await asyncio.to_thread(procfs.is_alive, process):
+            await end_tree(process, POLITE, grace_seconds)
+        else:
+            await end_tree(process, POLITE, grace_seconds, admit=_is_marked)
+
+    async def close(self) -> None:
+        """End every process of ours, at once, and the thread that started them."""
+        if self._spawning:
+            await asyncio.wait(self._spawning.values())
+        residents = dict(self._residents)
+        for resident in residents.values():
+            resident.stopping = True
+        await asyncio.gather(*(resident.child.end(AT_ONCE, 0) for resident in residents.values()))
+        await asyncio.gather(*(self.stop(resident_id, 0) for resident_id in residents))
+        self._spawner.close()
+        if self._http is not None:
+            await self._http.aclose()
+
+    def _spawned(self, resident_id: str, task: asyncio.Task[_Resident]) -> None:
+        self._spawning.pop(resident_id, None)
+        if not task.cancelled():
+            task.exception()  # Looked at, also when whoever asked has gone.
+
+    # ---- one resident -------------------------------------------------------------------------------------------
+
+    async def _spawn(self, resident_id: str, deployment_id: str, accelerator_id: str) -> _Resident:
+        engine, config = self._engines[deployment_id], self._configs[deployment_id]
+        await asyncio.to_thread(self._confirm_unchanged, deployment_id)
+        port, log = PortReservation(), self._log(deployment_id, accelerator_id)
+        try:
+            endpoint = Endpoint(f"http://{LOOPBACK}:{port.port}", secrets.token_urlsafe(32))
+            command = engine.command(port.port, endpoint.api_key)
+            own = {"CUDA_VISIBLE_DEVICES": _cuda_device(accelerator_id), MARK: resident_id}
+            command = Command(command.argv, {**self._inherited, **own, **command.environment})
+            child = await self._spawner.spawn(command, self._folder, log)
+        except BaseException:
+            port.close()
+            log.close()
+            raise
+        resident = _Resident(engine, config, child, port, endpoint)
+        self._residents[resident_id] = resident
+        return resident
+
+    def _confirm_unchanged(self, deployment_id: str) -> None:
+        """What is started must be what its envelope was measured for (semantics.md 3)."""
+        told = self._known_hashes.get(deployment_id)
+        now = self.facts(deployment_id).config_hash
+        if told not in (None, now):
+            self._known_hashes[deployment_id] = told
+            raise RuntimeFault(Failure.ARTIFACT_CORRUPT, "changed_since_registered", now.encode())
+
+    def _log(self, deployment_id: str, accelerator_id: str) -> BoundedLog:
+        """One for each pair, so that their number is bounded too. Ids may hold slashes, the name holds none."""
+        digest = hashlib.sha256(f"{deployment_id}\n{accelerator_id}".encode()).hexdigest()[:12]
+        readable = re.sub(r"[^A-Za-z0-9._-]", "_", deployment_id)[:80]
+        return BoundedLog(self._folder / f"{readable}-{digest}.log", self._log_limit_bytes)
+
+    async def _load(self, resident: _Resident) -> RuntimeFault | None:
+        """The fault as a value: nobody may be there to catch it."""
+        resident.child.open_gate()
+        try:
+            async with asyncio.timeout(resident.config.load_timeout_seconds):
+                await self._until_serving(resident)
+        except TimeoutError:
+            return RuntimeFault(Failure.TIMEOUT, "load_timeout", resident.child.log.tail())
+        except RuntimeFault as fault:
+            return fault
+        resident.ready = True
+        return None
+
+    async def _until_serving(self, resident: _Resident) -> None:
+        """Ready and checked, or ended: whichever comes first. Raises RuntimeFault."""
+        checked = asyncio.create_task(self._check(resident))
+        ended = asyncio.create_task(resident.child.wait())
+        try:
+            await asyncio.wait((checked, ended), return_when=asyncio.FIRST_COMPLETED)
+            if checked.done() and checked.exception() is not None:
+                # A crash closes the connection before it ends the process; it is the better explanation.
+                await asyncio.wait((ended,), timeout=_CRASH_SHOWS_SECONDS)
+            if ended.done():
+                raise await resident.exit_fault()
+            await checked
+        finally:
+            ended.cancel()
+            checked.cancel()
+            await asyncio.gather(checked, ended, return_exceptions=True)
+
+    async def _check(self, resident: _Resident) -> None:
+        await checks.until_ready(self._client(), resident.endpoint)
+        await checks.check(self._client(), resident.endpoint, resident.config)
+
+    async def _stop(self, resident_id: str, resident: _Resident, grace_seconds: int) -> None:
+        await resident.child.end(POLITE, grace_seconds)
+        if resident.load is not None:
+            await resident.load
+        resident.port.close()
+        self._residents.pop(resident_id, None)
+
+    def _client(self) -> httpx.AsyncClient:
+        if self._http is None:
+            self._http = checks.client()
+        return self._http
+
+
+def _engine(config: RuntimeConfig, artifacts: Artifacts) -> Engine:
+    match config:
+        case LlamaCppConfig():
+            return LlamaCpp(config, artifacts)
+        case ReferenceConfig():
+            return Reference(config)
+        case _:
+            assert_never(config)
+
+
+def _cuda_device(accelerator_id: str) -> str:
+    """The one device that a runtime may see: a GPU by the UUID that its id ends with, on a host none."""
+    match = _CUDA_DEVICE.search(accelerator_id)
+    return "" if match is None else match[0]
+
+
+def _is_marked(process: ProcessIdentity) -> bool:
+    environment = procfs.read_process_file(process.pid, "environ")
+    return environment is not None and any(
+        variable.startswith(f"{MARK}=".encode()) for variable in environment.split(b"\0")
+    )

@@ -1,0 +1,38 @@
+"""The reference runtime: no model, exact memory, answers that can be predicted (reference_server.py)."""
+
+from __future__ import annotations
+
+import sys
+
+from gpuledger.domain.failures import Failure
+from gpuledger.domain.ports import RuntimeFacts
+
+from . import reference_server
+from .config import ReferenceConfig
+from .engine import config_hash, sum_of_gauges
+from .process import Command
+
+#: Raised when what the server holds for the same configuration changes.
+VERSION = "1"
+
+
+class Reference:
+    def __init__(self, config: ReferenceConfig) -> None:
+        self._config = config
+
+    def facts(self) -> RuntimeFacts:
+        """Times and faults shape no memory."""
+        shape = self._config.model_dump(
+            mode="json", include={"type", "idle_bytes", "peak_bytes", "context_length", "batch_size", "concurrency"}
+        )
+        return RuntimeFacts("reference", VERSION, config_hash({**shape, "version": VERSION}), None, 0)
+
+    def command(self, port: int, api_key: str) -> Command:
+        program = (sys.executable, "-I", "-S", reference_server.__file__)
+        return Command((*program, str(port), self._config.model_dump_json()), {"GPULEDGER_API_KEY": api_key})
+
+    def running_requests(self, metrics: str) -> int | None:
+        return sum_of_gauges(metrics, ("reference:requests_processing", "reference:requests_deferred"))
+
+    def complaint(self, output: bytes) -> tuple[Failure, str] | None:
+        return (Failure.GPU_OOM, "out_of_memory") if b"out of memory" in output else None

@@ -12,6 +12,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, Final, Literal, TypeAlias, TypeVar
 
+from .candidates import Start
 from .failures import Failure, Owner
 from .policy import Policy, Pressure, Priority
 from .reasons import Reason, Verdict
@@ -251,7 +252,7 @@ class LeaseGranted:
     accelerator_id: AcceleratorId
     resident_id: ResidentId
     priority: Priority
-    start: Literal["warm", "wake", "cold"]
+    start: Start
     reserved_bytes: Bytes
     materialized_bytes: Bytes
     needed_bytes: Bytes
@@ -411,6 +412,7 @@ class EvictionCause(StrEnum):
     FAILED = "failed"
     DRAINED = "drained"
     NO_ROOM = "no_room"
+    ABANDONED = "abandoned"
     SHUTDOWN = "shutdown"
     SCHEDULER_RESTARTED = "scheduler_restarted"
 

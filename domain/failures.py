@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import assert_never
+from typing import Final, assert_never
 
 
 class Failure(StrEnum):
@@ -82,3 +82,6 @@ CAPACITY_FAILURES = frozenset(
         Failure.QUEUE_FULL,
     }
 )
+
+#: SHA-256 of nothing: the evidence of a failure that shows only in the events before it.
+EMPTY_SHA256: Final = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"

@@ -53,6 +53,7 @@ class LedgerCorrupt(Exception):
 
     def __init__(self, message: str, seq: int | None = None) -> None:
         super().__init__(message if seq is None else f"event {seq}: {message}")
+        self.reason = message
         self.seq = seq
 
 

@@ -64,9 +64,11 @@ class Reason(StrEnum):
     # 6.5, no candidate at all
     CAPABILITY_UNAVAILABLE = "CAPABILITY_UNAVAILABLE"
     NO_ACCELERATOR = "NO_ACCELERATOR"
-    # 7, outside the plan: the grant could not be committed, or the command id stands for another question
+    # 7, outside the plan: the grant could not be committed; the command id stands for another question; the lease
+    # was preempted after its answer had begun
     LEASE_CONFLICT = "LEASE_CONFLICT"
     COMMAND_ID_REUSED = "COMMAND_ID_REUSED"
+    PREEMPTED = "PREEMPTED"
 
 
 def waiting_helps(reason: Reason) -> bool:
@@ -100,6 +102,7 @@ def waiting_helps(reason: Reason) -> bool:
             | Reason.EVICTION_NOT_ALLOWED
             | Reason.QUEUE_FULL
             | Reason.LEASE_CONFLICT
+            | Reason.PREEMPTED
         ):
             return True
         case (
@@ -160,6 +163,7 @@ def eviction_helps(reason: Reason) -> bool:
             | Reason.NO_ACCELERATOR
             | Reason.LEASE_CONFLICT
             | Reason.COMMAND_ID_REUSED
+            | Reason.PREEMPTED
         ):
             return False
         case _:

@@ -1,0 +1,1 @@
+"""Aggregates: frozen states, and how each event moves them (`evolve`)."""

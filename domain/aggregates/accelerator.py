@@ -1,0 +1,458 @@
+"""One accelerator: its residents, its leases, its newest sample (semantics.md 1, 2, 7)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias, TypeVar, assert_never
+
+from ..events import (
+    AcceleratorHealthChanged,
+    AcceleratorRegistered,
+    AcceleratorRetired,
+    AcceleratorRevised,
+    EvictionCause,
+    EvictionStarted,
+    LeaseExpired,
+    LeaseGranted,
+    LeasePreempted,
+    LeaseReleased,
+    LeaseRenewed,
+    LeaseRoomConfirmed,
+    MemoryNotReclaimed,
+    PressureChanged,
+    ResidencyMaterialized,
+    ResidentDrainStarted,
+    ResidentEvicted,
+    ResidentFailed,
+    ResidentLoadStarted,
+    ResidentProcessStarted,
+    ResidentReady,
+    SampledAccelerator,
+)
+from ..policy import Priority
+from ..ports import ProcessIdentity
+from ..pressure import PressureTrack
+from ..state import Accelerator, Lease, Resident, ResidentState, Sample
+
+_V = TypeVar("_V")
+
+AcceleratorEvent: TypeAlias = (
+    AcceleratorRegistered
+    | AcceleratorRevised
+    | AcceleratorRetired
+    | AcceleratorHealthChanged
+    | PressureChanged
+    | LeaseGranted
+    | LeaseRenewed
+    | LeaseRoomConfirmed
+    | ResidencyMaterialized
+    | LeaseReleased
+    | LeaseExpired
+    | LeasePreempted
+    | ResidentLoadStarted
+    | ResidentProcessStarted
+    | ResidentReady
+    | ResidentDrainStarted
+    | EvictionStarted
+    | ResidentEvicted
+    | MemoryNotReclaimed
+    | ResidentFailed
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """An eviction under way, and the evidence so far that it is finished (semantics.md 7)."""
+
+    cause: EvictionCause
+    started_at: int
+    attributed_bytes: int
+    used_bytes: int | None
+    by_lease_id: str | None
+    gone_samples: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentRecord:
+    """A resident as the planner sees it, and what only the lifecycle needs.
+
+    `awaits`: residents whose evictions its reservation waits for. `clear_at`: when the last of them was finished (or
+    the grant was made); only a sample observed after it is fresh. `load_base_bytes`: `used` when its load began.
+    """
+
+    resident: Resident
+    awaits: tuple[str, ...] = ()
+    clear_at: int = 0
+    load_started: bool = False
+    load_base_bytes: int = 0
+    process: ProcessIdentity | None = None
+    drain_started_at: int | None = None
+    eviction: Eviction | None = None
+    alive: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRecord:
+    """A lease, the resident it is on, and whether room for it was shown (semantics.md 7)."""
+
+    lease: Lease
+    resident_id: str
+    needed_bytes: int
+    room_confirmed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AcceleratorState:
+    """`failures` counts failed loads in a row per deployment; `generations` numbers the residents of a deployment.
+
+    `released_at`: when work last ended here; the queue is not planned on a sample from before it (semantics.md 7).
+    `changed_total`: a total that differs from the registered one, and in how many samples in a row.
+    """
+
+    accelerator: Accelerator
+    node_id: str
+    device_name: str = ""
+    driver_version: str = ""
+    retired: bool = False
+    residents: Mapping[str, ResidentRecord] = field(default_factory=dict[str, ResidentRecord])
+    leases: Mapping[str, LeaseRecord] = field(default_factory=dict[str, LeaseRecord])
+    sample: Sample | None = None
+    track: PressureTrack | None = None
+    pressure_bp: int = 0
+    foreign_processes: int = 0
+    missed: str | None = None
+    invalid: str | None = None
+    changed_total: tuple[int, int] | None = None
+    released_at: int | None = None
+    backoff: Mapping[str, int] = field(default_factory=dict[str, int])
+    failures: Mapping[str, int] = field(default_factory=dict[str, int])
+    generations: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    def resident_of(self, deployment_id: str) -> ResidentRecord | None:
+        """The one resident of a deployment here, if any (semantics.md 2)."""
+        for record in self.residents.values():
+            if record.resident.deployment_id == deployment_id:
+                return record
+        return None
+
+    def leases_on(self, resident_id: str) -> tuple[LeaseRecord, ...]:
+        return tuple(record for record in self.leases.values() if record.resident_id == resident_id)
+
+
+def register(event: AcceleratorRegistered) -> AcceleratorState:
+    return AcceleratorState(
+        accelerator=Accelerator(
+            accelerator_id=event.accelerator_id,
+            index=event.index,
+            kind=event.kind,
+            gpu_class=event.gpu_class,
+            total_bytes=event.total_bytes,
+        ),
+        node_id=event.node_id,
+        device_name=event.device_name,
+        driver_version=event.driver_version,
+    )
+
+
+def evolve(state: AcceleratorState, event: AcceleratorEvent) -> AcceleratorState:
+    """The state after one event of its stream. Total: an event that fits no state leaves it as it is."""
+    match event:
+        case AcceleratorRegistered() | AcceleratorRevised():
+            return _described(state, event)
+        case AcceleratorRetired():
+            return replace(state, retired=True, sample=None, track=None)
+        case AcceleratorHealthChanged():
+            return replace(state, accelerator=replace(state.accelerator, health=event.health))
+        case PressureChanged():
+            return state  # the level itself is folded from the samples; this event moves the version of the stream
+        case LeaseGranted():
+            return _granted(state, event)
+        case LeaseRenewed() | LeaseRoomConfirmed():
+            return _with_lease(state, event.lease_id, event)
+        case LeaseReleased():
+            return _released(state, event)
+        case LeaseExpired() | LeasePreempted():
+            return replace(state, leases=_without(state.leases, event.lease_id))
+        case ResidentLoadStarted():
+            return _load_started(state, event)
+        case ResidentProcessStarted():
+            process = ProcessIdentity(event.pid, event.start_ticks, event.boot_id)
+            return _update(state, event.resident_id, process=process, alive=True)
+        case ResidencyMaterialized():
+            return _materialized(state, event)
+        case ResidentReady():
+            return _ready(state, event)
+        case ResidentDrainStarted():
+            drained = _move(state, event.resident_id, ResidentState.DRAINING)
+            return _update(drained, event.resident_id, drain_started_at=event.started_at)
+        case EvictionStarted():
+            return _eviction_started(state, event)
+        case ResidentEvicted() | MemoryNotReclaimed():
+            return _gone(state, event.resident_id, event.finished_at)
+        case ResidentFailed():
+            return _failed(state, event)
+        case _:
+            assert_never(event)
+
+
+def observe(
+    state: AcceleratorState, sampled: SampledAccelerator, observed_at: int, received_at: int
+) -> AcceleratorState:
+    """The state after a sample. What is INVALID is recorded, not used: what was known grows stale (semantics.md 1)."""
+    if sampled.invalid is not None:
+        return _observe_invalid(state, sampled)
+    residents = dict(state.residents)
+    for seen in sampled.residents:
+        record = residents.get(seen.resident_id)
+        if record is None:
+            continue
+        resident = replace(
+            record.resident,
+            attributed_bytes=seen.attributed_bytes,
+            attribution=seen.attribution,
+            running_requests=seen.running_requests,
+        )
+        eviction = record.eviction
+        if eviction is not None:
+            gone = not seen.alive and seen.attributed_bytes == 0
+            eviction = replace(eviction, gone_samples=eviction.gone_samples + 1 if gone else 0)
+        residents[seen.resident_id] = replace(record, resident=resident, alive=seen.alive, eviction=eviction)
+    return replace(
+        state,
+        residents=residents,
+        sample=Sample(
+            accelerator_id=sampled.accelerator_id,
+            used_bytes=sampled.used_bytes,
+            observed_at=observed_at,
+            received_at=received_at,
+            pressure=sampled.pressure,
+        ),
+        track=PressureTrack(sampled.pressure, sampled.recovering_since, observed_at),
+        pressure_bp=sampled.pressure_bp,
+        foreign_processes=sampled.foreign_processes,
+        missed=None,
+        invalid=None,
+        changed_total=None,
+    )
+
+
+def miss(state: AcceleratorState, code: str) -> AcceleratorState:
+    """After a reading that failed nothing is known: no old value stands in (semantics.md 1)."""
+    return replace(state, sample=None, missed=code)
+
+
+# ---- one function per event -------------------------------------------------------------------------------------
+
+
+def _described(state: AcceleratorState, event: AcceleratorRegistered | AcceleratorRevised) -> AcceleratorState:
+    accelerator = replace(
+        state.accelerator, index=event.index, gpu_class=event.gpu_class, total_bytes=event.total_bytes
+    )
+    return replace(
+        state,
+        accelerator=accelerator,
+        device_name=event.device_name,
+        driver_version=event.driver_version,
+        retired=False,
+        changed_total=None,
+    )
+
+
+def _granted(state: AcceleratorState, event: LeaseGranted) -> AcceleratorState:
+    lease = Lease(
+        lease_id=event.lease_id,
+        request_id=event.request_id,
+        deployment_id=event.deployment_id,
+        accelerator_id=event.accelerator_id,
+        priority=event.priority,
+        reserved_bytes=event.reserved_bytes,
+        materialized_bytes=event.materialized_bytes,
+        granted_at=event.granted_at,
+        expires_at=event.expires_at,
+        preemptions=event.preemptions,
+    )
+    record = state.residents.get(event.resident_id)
+    record = _new_resident(event) if record is None else _joined(record, event)
+    confirmed = event.start != "warm" or event.needed_bytes == 0
+    generations = dict(state.generations)
+    if event.start == "cold":
+        generations[event.deployment_id] = generations.get(event.deployment_id, 0) + 1
+    return replace(
+        state,
+        residents={**state.residents, event.resident_id: record},
+        leases={
+            **state.leases,
+            event.lease_id: LeaseRecord(lease, event.resident_id, event.needed_bytes, confirmed),
+        },
+        generations=generations,
+    )
+
+
+def _new_resident(event: LeaseGranted) -> ResidentRecord:
+    return ResidentRecord(
+        resident=Resident(
+            resident_id=event.resident_id,
+            deployment_id=event.deployment_id,
+            accelerator_id=event.accelerator_id,
+            state=ResidentState.LOADING,
+            attributed_bytes=0,
+            reserved_bytes=event.reserved_bytes,
+            loaded_at=event.loaded_at,
+            last_used_at=event.granted_at,
+            start_ms=event.start_ms,
+            leased_priority=event.priority,
+        ),
+        awaits=event.awaits,
+        clear_at=event.granted_at,
+    )
+
+
+def _joined(record: ResidentRecord, event: LeaseGranted) -> ResidentRecord:
+    resident = replace(
+        record.resident,
+        reserved_bytes=max(record.resident.reserved_bytes, event.reserved_bytes),
+        leased_priority=more_important(record.resident.leased_priority, event.priority),
+        available_at=_latest(record.resident.available_at, event.available_at),
+    )
+    clear_at = event.granted_at if event.needed_bytes > 0 else record.clear_at
+    return replace(record, resident=resident, awaits=(*record.awaits, *event.awaits), clear_at=clear_at)
+
+
+def more_important(one: Priority | None, other: Priority) -> Priority:
+    return other if one is None or other.outranks(one) else one
+
+
+def _latest(one: int | None, other: int | None) -> int | None:
+    return max((value for value in (one, other) if value is not None), default=None)
+
+
+def _with_lease(state: AcceleratorState, lease_id: str, event: LeaseRenewed | LeaseRoomConfirmed) -> AcceleratorState:
+    record = state.leases.get(lease_id)
+    if record is None:
+        return state
+    match event:
+        case LeaseRenewed():
+            record = replace(record, lease=replace(record.lease, expires_at=event.expires_at))
+        case LeaseRoomConfirmed():
+            record = replace(record, room_confirmed=True)
+    return replace(state, leases={**state.leases, lease_id: record})
+
+
+def _released(state: AcceleratorState, event: LeaseReleased) -> AcceleratorState:
+    state = replace(state, leases=_without(state.leases, event.lease_id))
+    record = state.residents.get(event.resident_id)
+    if record is None or not event.used:
+        return state
+    resident = replace(record.resident, last_used_at=event.released_at)
+    if event.protected_until is not None:
+        resident = replace(resident, protected_until=event.protected_until)
+    return replace(
+        state,
+        residents={**state.residents, event.resident_id: replace(record, resident=resident)},
+        released_at=event.released_at,
+    )
+
+
+def _load_started(state: AcceleratorState, event: ResidentLoadStarted) -> AcceleratorState:
+    record = state.residents.get(event.resident_id)
+    if record is None:
+        return state
+    resident = replace(record.resident, loaded_at=event.loaded_at)
+    return _update(state, event.resident_id, resident=resident, load_started=True, load_base_bytes=event.used_bytes)
+
+
+def _materialized(state: AcceleratorState, event: ResidencyMaterialized) -> AcceleratorState:
+    leases = {
+        lease_id: replace(record, lease=replace(record.lease, materialized_bytes=_capped(record.lease, event)))
+        if record.resident_id == event.resident_id
+        else record
+        for lease_id, record in state.leases.items()
+    }
+    return replace(state, leases=leases)
+
+
+def _capped(lease: Lease, event: ResidencyMaterialized) -> int:
+    return min(lease.reserved_bytes, event.materialized_bytes)
+
+
+def _ready(state: AcceleratorState, event: ResidentReady) -> AcceleratorState:
+    record = state.residents.get(event.resident_id)
+    if record is None:
+        return state
+    resident = replace(record.resident, state=ResidentState.READY, start_ms=event.load_ms, last_used_at=event.ready_at)
+    deployment_id = resident.deployment_id
+    return replace(
+        state,
+        residents={**state.residents, event.resident_id: replace(record, resident=resident)},
+        backoff=_without(state.backoff, deployment_id),
+        failures=_without(state.failures, deployment_id),
+    )
+
+
+def _eviction_started(state: AcceleratorState, event: EvictionStarted) -> AcceleratorState:
+    moved = _move(state, event.resident_id, ResidentState.UNLOADING)
+    eviction = Eviction(event.cause, event.started_at, event.attributed_bytes, event.used_bytes, event.by_lease_id)
+    return _update(moved, event.resident_id, eviction=eviction)
+
+
+def _gone(state: AcceleratorState, resident_id: str, finished_at: int) -> AcceleratorState:
+    residents: dict[str, ResidentRecord] = {}
+    for key, record in state.residents.items():
+        if key == resident_id:
+            continue
+        residents[key] = _no_longer_awaits(record, resident_id, finished_at)
+    leases = {key: record for key, record in state.leases.items() if record.resident_id != resident_id}
+    return replace(state, residents=residents, leases=leases)
+
+
+def _no_longer_awaits(record: ResidentRecord, gone_id: str, finished_at: int) -> ResidentRecord:
+    if gone_id not in record.awaits:
+        return record
+    awaits = tuple(awaited for awaited in record.awaits if awaited != gone_id)
+    if awaits:
+        return replace(record, awaits=awaits)
+    return replace(record, awaits=(), clear_at=finished_at, resident=replace(record.resident, available_at=None))
+
+
+def _failed(state: AcceleratorState, event: ResidentFailed) -> AcceleratorState:
+    state = _move(state, event.resident_id, ResidentState.FAILED)
+    if event.backoff_until is None:
+        return state
+    return replace(
+        state,
+        backoff={**state.backoff, event.deployment_id: event.backoff_until},
+        failures={**state.failures, event.deployment_id: event.attempt},
+    )
+
+
+# ---- helpers ----------------------------------------------------------------------------------------------------
+
+
+def _observe_invalid(state: AcceleratorState, sampled: SampledAccelerator) -> AcceleratorState:
+    changed = None
+    if sampled.total_bytes not in (0, state.accelerator.total_bytes):
+        seen = state.changed_total
+        times = seen[1] + 1 if seen is not None and seen[0] == sampled.total_bytes else 1
+        changed = (sampled.total_bytes, times)
+    return replace(state, invalid=sampled.invalid, changed_total=changed)
+
+
+def _move(state: AcceleratorState, resident_id: str, to: ResidentState) -> AcceleratorState:
+    record = state.residents.get(resident_id)
+    if record is None:
+        return state
+    return _update(state, resident_id, resident=replace(record.resident, state=to))
+
+
+def _update(state: AcceleratorState, resident_id: str, **changes: object) -> AcceleratorState:
+    record = state.residents.get(resident_id)
+    if record is None:
+        return state
+    return replace(state, residents={**state.residents, resident_id: replace(record, **changes)})  # type: ignore[arg-type]
+
+
+def _without(mapping: Mapping[str, _V], key: str) -> Mapping[str, _V]:
+    if key not in mapping:
+        return mapping
+    return {other: value for other, value in mapping.items() if other != key}

@@ -1,0 +1,179 @@
+"""From a plan to the events that carry it out: one decision, one batch (semantics.md 7, ledger.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from .aggregates.accelerator import AcceleratorState, LeaseRecord
+from .aggregates.request import Phase, RequestState
+from .candidates import Candidate, Start
+from .draft import Draft
+from .events import (
+    EvictionCause,
+    LeaseGranted,
+    LeasePreempted,
+    PlanDecided,
+    RequestFailed,
+    RequestQueued,
+    StreamKind,
+    stream_name,
+)
+from .eviction import Action
+from .planner import PLANNER_VERSION, PlacementPlan, plan
+from .reasons import Reason, Verdict
+from .residency import begin_eviction
+from .state import ResidentState
+from .units import MICROS_PER_MS, ceil_div, milliseconds, seconds
+
+#: What an admission does not keep: the evidence about others. It is recomputed by replay (ledger.md, Streams).
+EVIDENCE_OF_OTHERS: Final = ("candidates", "residents", "rejected_counts")
+
+
+def decide(draft: Draft, request: RequestState) -> PlacementPlan:
+    """Plan a request on the committed state, and emit what follows.
+
+    A plan that changes nothing for one who waits already is not recorded: nothing was decided.
+    """
+    number = request.plans + 1
+    question = request.question
+    outcome = plan(
+        draft.base.state(draft.now),
+        question,
+        as_of=draft.base.seq,
+        plan_id=f"plan-{question.request_id}-{number}",
+    )
+    draft.depends_on(stream_name(StreamKind.POLICY))
+    if outcome.verdict.admits:
+        _record_plan(draft, request, outcome)
+        _grant(draft, request, outcome)
+    elif outcome.verdict is Verdict.QUEUE:
+        _queue(draft, request, outcome)
+    else:
+        _record_plan(draft, request, outcome)
+        draft.on_request(
+            question.request_id,
+            RequestFailed(question.request_id, draft.now, outcome.reasons[0], None, outcome.verdict.value),
+        )
+    return outcome
+
+
+def refuse(draft: Draft, request: RequestState, reason: Reason, detail: str) -> None:
+    """End a request without a plan of its own."""
+    request_id = request.question.request_id
+    draft.on_request(request_id, RequestFailed(request_id, draft.now, reason, None, detail))
+
+
+def _record_plan(draft: Draft, request: RequestState, outcome: PlacementPlan) -> None:
+    draft.on_request(
+        request.question.request_id,
+        PlanDecided(
+            request_id=request.question.request_id,
+            plan_id=f"plan-{request.question.request_id}-{request.plans + 1}",
+            as_of=draft.base.seq,
+            decided_at=draft.now,
+            fallback_rank=request.question.fallback_rank,
+            planner_version=PLANNER_VERSION,
+            policy_revision=draft.base.policy.revision,
+            verdict=outcome.verdict,
+            reasons=outcome.reasons,
+            fingerprint=outcome.fingerprint,
+            plan=evidence(outcome),
+        ),
+    )
+
+
+def evidence(outcome: PlacementPlan) -> Mapping[str, Any]:
+    """The plan document as it is kept: in full unless it admits at once."""
+    document = outcome.document()
+    if outcome.verdict is not Verdict.ADMIT:
+        return document
+    return {key: value for key, value in document.items() if key not in EVIDENCE_OF_OTHERS}
+
+
+def _queue(draft: Draft, request: RequestState, outcome: PlacementPlan) -> None:
+    assert outcome.waiting_for is not None
+    if request.phase is Phase.QUEUED and request.waiting_for == outcome.waiting_for:
+        return
+    _record_plan(draft, request, outcome)
+    request_id = request.question.request_id
+    draft.on_request(request_id, RequestQueued(request_id, request.question.requested_at, outcome.waiting_for))
+
+
+def _grant(draft: Draft, request: RequestState, outcome: PlacementPlan) -> None:
+    best = outcome.best
+    assert best is not None
+    assert best.start is not None
+    assert best.requirement_bytes is not None
+    assert best.needed_bytes is not None
+    accelerator_id, deployment_id = best.accelerator_id, best.deployment_id
+    state = draft.world.accelerators[accelerator_id]
+    known = state.resident_of(deployment_id)
+    lease_id = f"lease-{request.question.request_id}-{request.plans + 1}"
+    awaits = _evict(draft, request, best, lease_id)
+    evicted_at = draft.now + milliseconds(0 if best.eviction_set is None else best.eviction_set.duration_ms)
+    draft.on_accelerator(
+        accelerator_id,
+        LeaseGranted(
+            lease_id=lease_id,
+            request_id=request.question.request_id,
+            deployment_id=deployment_id,
+            accelerator_id=accelerator_id,
+            resident_id=_new_resident_id(state, deployment_id) if known is None else known.resident.resident_id,
+            priority=request.question.priority,
+            start=best.start,
+            reserved_bytes=best.requirement_bytes,
+            materialized_bytes=min(best.requirement_bytes, 0 if known is None else known.resident.attributed_bytes),
+            needed_bytes=best.needed_bytes,
+            granted_at=draft.now,
+            expires_at=draft.now + seconds(draft.world.policy.lease_ttl_seconds),
+            preemptions=request.preemptions,
+            start_ms=ceil_div(best.start_micros, MICROS_PER_MS),
+            loaded_at=evicted_at,
+            available_at=evicted_at if awaits and best.start is Start.WARM else None,
+            awaits=awaits,
+        ),
+    )
+
+
+def _new_resident_id(state: AcceleratorState, deployment_id: str) -> str:
+    """Numbered, so that a resident that comes back is another one."""
+    generation = state.generations.get(deployment_id, 0) + 1
+    return f"{deployment_id}@{state.accelerator.accelerator_id}#{generation}"
+
+
+def _evict(draft: Draft, request: RequestState, best: Candidate, lease_id: str) -> tuple[str, ...]:
+    """Start the evictions of a plan; returns the residents that the grant waits for."""
+    accelerator_id = best.accelerator_id
+    awaits: list[str] = []
+    for eviction in best.evictions:
+        # No runtime that can sleep is configurable yet, and only such a deployment is put to sleep (6.4).
+        assert eviction.action is Action.UNLOAD
+        for lease in draft.world.accelerators[accelerator_id].leases_on(eviction.resident_id):
+            if lease.lease.expires_at > draft.now:
+                _preempt(draft, accelerator_id, lease, request.question.request_id)
+        begin_eviction(draft, accelerator_id, eviction.resident_id, EvictionCause.PLAN, by_lease_id=lease_id)
+        if eviction.resident_id in draft.world.accelerators[accelerator_id].residents:
+            awaits.append(eviction.resident_id)
+    return tuple(awaits)
+
+
+def _preempt(draft: Draft, accelerator_id: str, lease: LeaseRecord, by_request_id: str) -> None:
+    """Work that has not begun goes back to its old place; work that has begun is refused (semantics.md 6.4, rule 7)."""
+    record = draft.world.accelerators[accelerator_id].residents[lease.resident_id]
+    began = record.resident.state is ResidentState.READY and not record.awaits and lease.room_confirmed
+    request_id = lease.lease.request_id
+    draft.on_accelerator(
+        accelerator_id,
+        LeasePreempted(
+            lease_id=lease.lease.lease_id,
+            resident_id=lease.resident_id,
+            request_id=request_id,
+            preempted_at=draft.now,
+            by_request_id=by_request_id,
+            requeued=not began,
+        ),
+    )
+    request = draft.world.requests.get(request_id)
+    if began and request is not None:
+        refuse(draft, request, Reason.PREEMPTED, "preempted_after_it_began")

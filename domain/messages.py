@@ -1,0 +1,186 @@
+"""What a shell tells the application, and what the application wants of it (architecture.md)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from .configuration import Configuration
+from .events import EnvelopeMeasured
+from .failures import Failure
+from .policy import Priority
+from .ports import ProcessIdentity
+from .sampling import SampleTaken
+
+# ---- inputs: what happened --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RequestArrived:
+    """A client asks. `content_mac` is set when it named the request itself."""
+
+    request_id: str
+    client_id: str
+    capability: str
+    priority: Priority
+    lab: bool
+    requested_at: int
+    deadline: int | None
+    operation: Literal["embeddings", "chat", "completion"]
+    body_bytes: int
+    content_mac: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkEnded:
+    """The work under a lease is over. `failure` is None when the runtime answered with a status below 500."""
+
+    request_id: str
+    status: int
+    served_ms: int
+    response_bytes: int
+    prompt_tokens: int | None
+    completion_tokens: int | None
+    failure: Failure | None
+    detail: str
+    client_gone: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ClientGone:
+    """Before its work began."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestsHeld:
+    """These requests still have somebody who waits for them: their leases are renewed."""
+
+    request_ids: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeSpawned:
+    resident_id: str
+    process: ProcessIdentity
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeReady:
+    resident_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeFailed:
+    resident_id: str
+    failure: Failure
+    detail: str
+    evidence_sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeStopped:
+    """Every process of it is gone."""
+
+    resident_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class EnvelopeTaken:
+    """A measurement of one deployment's present configuration."""
+
+    measured: EnvelopeMeasured
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A scheduler takes the ledger over, with this configuration."""
+
+    configuration: Configuration
+
+
+@dataclass(frozen=True, slots=True)
+class ShutdownRequested:
+    """Drain: no new work, what runs may end."""
+
+    node_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrainTimedOut:
+    """What still runs is cancelled, so that its runtimes can be stopped."""
+
+    node_id: str
+
+
+Input: TypeAlias = (
+    RequestArrived
+    | WorkEnded
+    | ClientGone
+    | RequestsHeld
+    | SampleTaken
+    | RuntimeSpawned
+    | RuntimeReady
+    | RuntimeFailed
+    | RuntimeStopped
+    | EnvelopeTaken
+    | Started
+    | ShutdownRequested
+    | DrainTimedOut
+)
+
+# ---- effects: what is wanted of the world -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnRuntime:
+    """Start its process and hold it; answer RuntimeSpawned or RuntimeFailed."""
+
+    resident_id: str
+    deployment_id: str
+    accelerator_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRuntime:
+    """Let it go on, and answer RuntimeReady or RuntimeFailed."""
+
+    resident_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopRuntime:
+    """End it, and answer RuntimeStopped. `process` is how one of an earlier run is known."""
+
+    resident_id: str
+    process: ProcessIdentity | None
+    grace_seconds: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Its work may begin; answer WorkEnded."""
+
+    request_id: str
+    lease_id: str
+    resident_id: str
+    deployment_id: str
+
+
+Effect: TypeAlias = SpawnRuntime | LoadRuntime | StopRuntime | Forward
+
+
+@dataclass(frozen=True, slots=True)
+class Agenda:
+    """Everything that is wanted now.
+
+    `wake_at`: when time alone makes something due. `sample_after`: a sample observed at or after this instant is wanted
+    as soon as that is possible. `sample_interval_ms`: otherwise, this often.
+    """
+
+    effects: tuple[Effect, ...]
+    wake_at: int | None
+    sample_after: int | None
+    sample_interval_ms: int
+    stopped: bool

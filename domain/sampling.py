@@ -1,0 +1,306 @@
+"""From what was read of a node to what is recorded of it: judged, attributed, turned into pressure (semantics.md 1, 4).
+
+What cannot be read is estimated here, by rule, and marked; what contradicts itself is INVALID; what failed is missed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+from .accounting import is_fresh
+from .aggregates.accelerator import AcceleratorState, ResidentRecord
+from .draft import Draft
+from .events import (
+    AcceleratorHealthChanged,
+    AcceleratorRegistered,
+    AcceleratorRevised,
+    PressureChanged,
+    ResidencyMaterialized,
+    SampledAccelerator,
+    SampledResident,
+    StreamKind,
+    TelemetryMissed,
+    TelemetrySampled,
+    stream_name,
+)
+from .policy import Policy, Pressure
+from .ports import AcceleratorReading, ManagedReading, NodeReading
+from .pressure import PressureTrack, judge, pressure_bp
+from .state import Attribution, Health, ResidentState
+from .units import milliseconds
+
+#: A total that differs from the registered one is believed after so many samples in a row (semantics.md 1: "stays").
+CHANGED_TOTAL_SAMPLES: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class SampleTaken:
+    """One reading of one node, received now. `running`: requests each runtime says it is working on."""
+
+    node_id: str
+    reading: NodeReading
+    running: Mapping[str, int]
+
+
+def record_sample(draft: Draft, taken: SampleTaken) -> None:
+    """Append what one reading says: new devices, the sample, levels of pressure, health, memory that materialized."""
+    _register_devices(draft, taken)
+    observed_at = draft.now - milliseconds(taken.reading.age_ms)
+    sampled = tuple(_judge(draft, taken, reading, observed_at) for reading in taken.reading.accelerators)
+    before = draft.world
+    if sampled:
+        draft.emit(
+            stream_name(StreamKind.TELEMETRY, taken.node_id),
+            TelemetrySampled(
+                node_id=taken.node_id,
+                observed_at=observed_at,
+                received_at=draft.now,
+                memory_bytes=taken.reading.memory_bytes,
+                external_bytes=_node_external(sampled, taken),
+                accelerators=sampled,
+            ),
+        )
+    _record_faults(draft, taken, observed_at)
+    for one in sampled:
+        _record_pressure(draft, before.accelerators[one.accelerator_id], one)
+        _record_materialized(draft, one.accelerator_id)
+    for reading in taken.reading.accelerators:
+        _record_health(draft, reading.accelerator_id, reading.health, "telemetry")
+        _revise_total(draft, reading)
+
+
+# ---- devices ----------------------------------------------------------------------------------------------------
+
+
+def _register_devices(draft: Draft, taken: SampleTaken) -> None:
+    for reading in taken.reading.accelerators:
+        known = draft.world.accelerators.get(reading.accelerator_id)
+        usable = reading.total_bytes > 0 and reading.used_bytes <= reading.total_bytes
+        if usable and (known is None or known.retired):
+            draft.on_accelerator(
+                reading.accelerator_id,
+                AcceleratorRegistered(
+                    accelerator_id=reading.accelerator_id,
+                    node_id=taken.node_id,
+                    index=reading.index,
+                    kind=reading.kind,
+                    gpu_class=reading.gpu_class,
+                    total_bytes=reading.total_bytes,
+                    device_name=reading.device_name,
+                    driver_version=reading.driver_version,
+                ),
+            )
+
+
+def _revise_total(draft: Draft, reading: AcceleratorReading) -> None:
+    """A total that stays changed is taken up (semantics.md 1)."""
+    known = draft.world.accelerators.get(reading.accelerator_id)
+    if known is None or known.changed_total is None or known.changed_total[1] < CHANGED_TOTAL_SAMPLES:
+        return
+    draft.on_accelerator(
+        reading.accelerator_id,
+        AcceleratorRevised(
+            accelerator_id=reading.accelerator_id,
+            index=reading.index,
+            gpu_class=reading.gpu_class,
+            total_bytes=reading.total_bytes,
+            device_name=reading.device_name,
+            driver_version=reading.driver_version,
+        ),
+    )
+
+
+def _record_health(draft: Draft, accelerator_id: str, health: Health, cause: str) -> None:
+    known = draft.world.accelerators.get(accelerator_id)
+    if known is not None and known.accelerator.health is not health:
+        draft.on_accelerator(accelerator_id, AcceleratorHealthChanged(accelerator_id, health, cause))
+
+
+def _record_faults(draft: Draft, taken: SampleTaken, observed_at: int) -> None:
+    """DRIVER_ERROR: what failed is UNKNOWN from now on; recorded when it begins and when its code changes."""
+    read = {reading.accelerator_id for reading in taken.reading.accelerators}
+    here = {key for key, state in draft.world.accelerators.items() if state.node_id == taken.node_id}
+    for fault in taken.reading.faults:
+        hit = here - read if fault.accelerator_id is None else here & {fault.accelerator_id}
+        newly = tuple(
+            sorted(one for one in hit if not draft.world.accelerators[one].retired and _is_news(draft, one, fault.code))
+        )
+        if newly:
+            draft.emit(
+                stream_name(StreamKind.TELEMETRY, taken.node_id),
+                TelemetryMissed(taken.node_id, observed_at, newly, fault.code),
+            )
+        for accelerator_id in sorted(hit):
+            if fault.health is not None:
+                _record_health(draft, accelerator_id, fault.health, fault.code)
+
+
+def _is_news(draft: Draft, accelerator_id: str, code: str) -> bool:
+    state = draft.world.accelerators[accelerator_id]
+    return state.sample is not None or state.missed != code
+
+
+# ---- one accelerator --------------------------------------------------------------------------------------------
+
+
+def _judge(draft: Draft, taken: SampleTaken, reading: AcceleratorReading, observed_at: int) -> SampledAccelerator:
+    policy = draft.world.policy
+    state = draft.world.accelerators.get(reading.accelerator_id)
+    track = PressureTrack() if state is None or state.track is None else state.track
+    invalid = _contradiction(state, reading)
+    if state is None or invalid is not None:
+        return SampledAccelerator(
+            accelerator_id=reading.accelerator_id,
+            total_bytes=max(0, reading.total_bytes),
+            used_bytes=max(0, reading.used_bytes),
+            pressure_bp=0,
+            pressure=track.level,
+            recovering_since=track.recovering_since,
+            foreign_processes=reading.foreign_processes,
+            residents=(),
+            invalid=invalid or "UNREGISTERED",
+        )
+    residents = attribute(draft, state, reading, taken.running)
+    attributed = sum(one.attributed_bytes for one in residents)
+    bp = pressure_bp(policy, reading.total_bytes, reading.used_bytes, attributed)
+    track = judge(policy, track, bp, observed_at, draft.now)
+    return SampledAccelerator(
+        accelerator_id=reading.accelerator_id,
+        total_bytes=reading.total_bytes,
+        used_bytes=reading.used_bytes,
+        pressure_bp=bp,
+        pressure=track.level,
+        recovering_since=track.recovering_since,
+        foreign_processes=reading.foreign_processes,
+        residents=residents,
+    )
+
+
+def _contradiction(state: AcceleratorState | None, reading: AcceleratorReading) -> str | None:
+    """Why the figures cannot be used, or None (semantics.md 1). Missing is not 0."""
+    if reading.total_bytes <= 0:
+        return "TOTAL_NOT_POSITIVE"
+    if reading.used_bytes < 0:
+        return "USED_NEGATIVE"
+    if reading.used_bytes > reading.total_bytes:
+        return "USED_OVER_TOTAL"
+    if state is not None and reading.total_bytes != state.accelerator.total_bytes:
+        return "TOTAL_CHANGED"
+    return None
+
+
+def attribute(
+    draft: Draft, state: AcceleratorState, reading: AcceleratorReading, running: Mapping[str, int]
+) -> tuple[SampledResident, ...]:
+    """What of `used` belongs to which resident: as read, or ESTIMATED where it cannot be read (semantics.md 1)."""
+    seen = {managed.resident_id: managed for managed in reading.managed}
+    figures = [
+        _attribute_one(draft, state, record, seen.get(resident_id), reading.used_bytes, running.get(resident_id))
+        for resident_id, record in sorted(state.residents.items())
+    ]
+    return _share_unexplained(state, figures, reading.used_bytes)
+
+
+def _attribute_one(
+    draft: Draft,
+    state: AcceleratorState,
+    record: ResidentRecord,
+    seen: ManagedReading | None,
+    used_bytes: int,
+    running: int | None,
+) -> SampledResident:
+    resident = record.resident
+    requests = resident.running_requests if running is None else running
+    alive = seen is not None and seen.alive
+    readable = seen is not None and seen.used_bytes is not None
+    if seen is None or not alive or readable:
+        # A process that is not there holds nothing, except where memory is not attributed by process at all.
+        figure = seen.used_bytes if seen is not None and seen.used_bytes is not None and alive else 0
+        estimated = not alive and _lingers(draft.world.policy, record, used_bytes)
+        return SampledResident(
+            resident_id=resident.resident_id,
+            attributed_bytes=resident.attributed_bytes if estimated else figure,
+            attribution=Attribution.ESTIMATED if estimated else Attribution.KNOWN,
+            running_requests=requests if alive else 0,
+            alive=alive,
+        )
+    return SampledResident(
+        resident_id=resident.resident_id,
+        attributed_bytes=_estimate(draft, state, record, used_bytes),
+        attribution=Attribution.ESTIMATED,
+        running_requests=requests,
+        alive=True,
+    )
+
+
+def _lingers(policy: Policy, record: ResidentRecord, used_bytes: int) -> bool:
+    """Whether memory of an ended process, never attributed by process, is still shown as used (semantics.md 7)."""
+    eviction = record.eviction
+    if record.resident.attribution is Attribution.KNOWN or eviction is None or eviction.used_bytes is None:
+        return False
+    fallen = eviction.used_bytes - used_bytes
+    return fallen < eviction.attributed_bytes - policy.reclaim_tolerance_bytes
+
+
+def _estimate(draft: Draft, state: AcceleratorState, record: ResidentRecord, used_bytes: int) -> int:
+    resident = record.resident
+    if resident.state is ResidentState.LOADING:
+        return min(max(0, used_bytes - record.load_base_bytes), resident.reserved_bytes)
+    deployment = draft.world.deployments.get(resident.deployment_id)
+    measured = None if deployment is None else deployment.measured_on(state.accelerator.gpu_class)
+    return resident.attributed_bytes if measured is None else measured.envelope.idle_bytes
+
+
+def _share_unexplained(
+    state: AcceleratorState, figures: list[SampledResident], used_bytes: int
+) -> tuple[SampledResident, ...]:
+    """What is unexplained is first of estimated residents at work, by id, up to their reservations (semantics.md 1)."""
+    unexplained = max(0, used_bytes - sum(one.attributed_bytes for one in figures))
+    shared: list[SampledResident] = []
+    for one in figures:
+        share = 0
+        if one.attribution is Attribution.ESTIMATED and one.running_requests > 0:
+            reserved = state.residents[one.resident_id].resident.reserved_bytes
+            share = min(unexplained, max(0, reserved - one.attributed_bytes))
+            unexplained -= share
+        shared.append(replace(one, attributed_bytes=one.attributed_bytes + share) if share else one)
+    return tuple(shared)
+
+
+def _node_external(sampled: tuple[SampledAccelerator, ...], taken: SampleTaken) -> int | None:
+    """What others use of the node's memory: of the host's domain, what is not attributed (semantics.md 6.1)."""
+    hosts = {reading.accelerator_id for reading in taken.reading.accelerators if reading.kind == "host"}
+    for one in sampled:
+        if one.accelerator_id in hosts and one.invalid is None:
+            return max(0, one.used_bytes - sum(resident.attributed_bytes for resident in one.residents))
+    return None
+
+
+def _record_pressure(draft: Draft, before: AcceleratorState, one: SampledAccelerator) -> None:
+    previous = Pressure.NORMAL if before.track is None else before.track.level
+    if one.invalid is None and one.pressure is not previous:
+        draft.on_accelerator(
+            one.accelerator_id, PressureChanged(one.accelerator_id, one.pressure, previous, one.pressure_bp)
+        )
+
+
+def _record_materialized(draft: Draft, accelerator_id: str) -> None:
+    """As the device shows the memory of a loading model, what its leases have materialized rises with it."""
+    state = draft.world.accelerators[accelerator_id]
+    for resident_id, record in sorted(state.residents.items()):
+        if record.resident.state is not ResidentState.LOADING:
+            continue
+        shown = record.resident.attributed_bytes
+        held = [lease.lease for lease in state.leases_on(resident_id)]
+        if any(lease.materialized_bytes < min(shown, lease.reserved_bytes) for lease in held):
+            draft.on_accelerator(accelerator_id, ResidencyMaterialized(resident_id, shown))
+
+
+def fresh_enough(policy: Policy, state: AcceleratorState, not_before: int, now: int) -> bool:
+    """Whether the newest sample was observed at or after an instant, and is fresh at `now` (semantics.md 7)."""
+    sample = state.sample
+    if sample is None or sample.observed_at < not_before:
+        return False
+    return is_fresh(policy, sample.observed_at, sample.received_at, now)

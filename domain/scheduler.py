@@ -1,0 +1,446 @@
+"""The application, sans-I/O: an input and the folded state go in, events to append come out (architecture.md).
+
+A shell owns the threads, timers and sockets. It appends what `handle` and `settle` return, folds it, and then carries
+out what `agenda` says is wanted. Three rules make that safe:
+
+1. `handle(world, input, now)` answers one thing that happened, in one batch.
+2. `settle(world, now)` is called until it returns None: it does, one batch at a time, everything that the state and
+   the clock make due (leases that ran out, evictions that are confirmed, the queue in claim order).
+3. `agenda(world, now)` is a function of the folded state: every effect follows events that are already durable, and is
+   wanted until later events say that it was done. Asking twice is harmless, and after a crash it is simply asked again.
+"""
+
+from __future__ import annotations
+
+from typing import Final, assert_never
+
+from .aggregates.accelerator import AcceleratorState, ResidentRecord
+from .aggregates.request import Phase, RequestState
+from .configuration import apply_configuration, end_earlier_run
+from .draft import Draft
+from .events import (
+    NodeDrainStarted,
+    ReleaseCause,
+    RequestCompleted,
+    RequestFailed,
+    RequestReceived,
+    ResidentProcessStarted,
+    ResidentReady,
+    SchedulerStopped,
+    StreamKind,
+    stream_name,
+)
+from .grants import decide, refuse
+from .leases import active_on, cancel_request, expire_due, release, renew
+from .messages import (
+    Agenda,
+    ClientGone,
+    DrainTimedOut,
+    Effect,
+    EnvelopeTaken,
+    Forward,
+    Input,
+    LoadRuntime,
+    RequestArrived,
+    RequestsHeld,
+    RuntimeFailed,
+    RuntimeReady,
+    RuntimeSpawned,
+    RuntimeStopped,
+    ShutdownRequested,
+    SpawnRuntime,
+    Started,
+    StopRuntime,
+    WorkEnded,
+)
+from .policy import LOADING_SAMPLE_INTERVAL_SECONDS, RENEWALS_PER_TTL
+from .ports import Batch
+from .queue import Planned, is_due, is_held, next_change, waiting, wants_sample
+from .reasons import Reason
+from .residency import (
+    drain,
+    drain_deadline,
+    finish_evictions,
+    kept_until,
+    let_go,
+    process_ended,
+    reclaim_deadline,
+    resident_failed,
+    use_fresh_sample,
+    wants_fresh_sample,
+)
+from .sampling import SampleTaken, record_sample
+from .state import ResidencyPolicy, ResidentState
+from .units import MICROS_PER_MS, milliseconds, seconds
+from .world import World
+
+#: The client in whose name the scheduler itself loads what is `always_warm` (semantics.md 7).
+SCHEDULER_CLIENT: Final = "gpuledger"
+#: Between the two samples that must agree that memory is back: long enough to be two readings, short enough that an
+#: eviction is not held up by its proof (memory comes back in tens to hundreds of milliseconds, runtimes.md).
+AGREEING_SAMPLES_APART_MS: Final = 100
+
+
+class Scheduler:
+    """Decides. It holds no state of its own: `_planned` only remembers which questions it need not ask again."""
+
+    def __init__(self, node_id: str) -> None:
+        self._node_id = node_id
+        self._planned: dict[str, Planned] = {}
+
+    # ---- one thing that happened ---------------------------------------------------------------------------------
+
+    def handle(self, world: World, happened: Input, now: int, *, attempt: int = 0) -> Batch | None:
+        """The events of one input. `attempt` counts how often its batch was in conflict (semantics.md 7)."""
+        draft = Draft(world, now)
+        match happened:
+            case RequestArrived():
+                self._arrived(draft, happened, attempt)
+            case WorkEnded():
+                _work_ended(draft, happened)
+            case ClientGone():
+                cancel_request(draft, happened.request_id, "client_gone")
+            case RequestsHeld():
+                renew(draft, happened.request_ids)
+            case SampleTaken():
+                record_sample(draft, happened)
+                finish_evictions(draft)
+                use_fresh_sample(draft)
+            case RuntimeSpawned() | RuntimeReady() | RuntimeFailed() | RuntimeStopped():
+                _runtime(draft, happened)
+            case EnvelopeTaken():
+                measured = happened.measured
+                draft.emit(stream_name(StreamKind.DEPLOYMENT, measured.deployment_id), measured)
+            case Started():
+                end_earlier_run(draft, self._node_id)
+                apply_configuration(draft, happened.configuration)
+            case ShutdownRequested():
+                _start_drain(draft, happened.node_id)
+            case DrainTimedOut():
+                for request_id in sorted(world.requests):
+                    cancel_request(draft, request_id, "shutdown")
+            case _:
+                assert_never(happened)
+        return draft.batch()
+
+    def _arrived(self, draft: Draft, arrived: RequestArrived, attempt: int) -> None:
+        request = _receive(draft, arrived, draft.world.policy.max_queue_seconds)
+        if attempt > draft.world.policy.max_replans:
+            refuse(draft, request, Reason.LEASE_CONFLICT, "max_replans")
+        elif not (is_held(draft.base, draft.now) and waiting(draft.base)):
+            decide(draft, request)
+
+    # ---- everything that is due ----------------------------------------------------------------------------------
+
+    def settle(self, world: World, now: int, *, attempt: int = 0) -> Batch | None:
+        """The next batch that the state and the clock make due; None when nothing is."""
+        draft = Draft(world, now)
+        self._housekeeping(draft)
+        if (batch := draft.batch()) is not None:
+            return batch
+        self._planned = {key: value for key, value in self._planned.items() if key in world.requests}
+        return self._plan_next(world, now, attempt)
+
+    def _housekeeping(self, draft: Draft) -> None:
+        for accelerator_id, resident_id in expire_due(draft):
+            drain(draft, accelerator_id, resident_id, "lease_expired")
+        finish_evictions(draft)
+        use_fresh_sample(draft)
+        _finish_warming(draft)
+        let_go(draft)
+        _give_up_waiting(draft)
+        _keep_always_warm(draft)
+        _finish_shutdown(draft, self._node_id)
+
+    def _plan_next(self, world: World, now: int, attempt: int) -> Batch | None:
+        """Plan who waits, in claim order, up to the first decision: the next one is made on what it left."""
+        if is_held(world, now):
+            return None
+        for request in waiting(world):
+            request_id = request.question.request_id
+            if not is_due(world, request, self._planned.get(request_id), now):
+                continue
+            draft = Draft(world, now)
+            if attempt > world.policy.max_replans or request.replans > world.policy.max_replans:
+                refuse(draft, request, Reason.LEASE_CONFLICT, "max_replans")
+            else:
+                decide(draft, request)
+            if (batch := draft.batch()) is not None:
+                return batch
+            self._planned[request_id] = Planned(world.queue_revision, _later(next_change(request), now))
+        return None
+
+    # ---- what is wanted ------------------------------------------------------------------------------------------
+
+    def agenda(self, world: World, now: int) -> Agenda:
+        """Everything that the folded state wants of the world."""
+        effects: list[Effect] = []
+        busy = False
+        for state, record in world.residents():
+            effects.extend(_of_resident(world, state, record))
+            busy = busy or record.resident.state not in (ResidentState.READY, ResidentState.SLEEPING)
+        effects.extend(_forwards(world, now))
+        interval = LOADING_SAMPLE_INTERVAL_SECONDS if busy else world.policy.sample_interval_seconds
+        node = world.nodes.get(self._node_id)
+        return Agenda(
+            effects=tuple(effects),
+            wake_at=_wake_at(world, now),
+            sample_after=_sample_after(world),
+            sample_interval_ms=interval * 1000,
+            stopped=node is not None and node.draining_for_shutdown and not node.running,
+        )
+
+
+# ---- requests ---------------------------------------------------------------------------------------------------
+
+
+def _receive(draft: Draft, arrived: RequestArrived, max_queue_seconds: int) -> RequestState:
+    """It waits up to its deadline, or `max_queue_seconds` where it names none."""
+    until = arrived.requested_at + seconds(max_queue_seconds)
+    draft.on_request(
+        arrived.request_id,
+        RequestReceived(
+            request_id=arrived.request_id,
+            client_id=arrived.client_id,
+            capability=arrived.capability,
+            priority=arrived.priority,
+            lab=arrived.lab,
+            requested_at=arrived.requested_at,
+            deadline=arrived.deadline,
+            queue_until=until if arrived.deadline is None else arrived.deadline,
+            operation=arrived.operation,
+            body_bytes=arrived.body_bytes,
+            content_mac=arrived.content_mac,
+        ),
+    )
+    return draft.world.requests[arrived.request_id]
+
+
+def _work_ended(draft: Draft, ended: WorkEnded) -> None:
+    request = draft.world.requests.get(ended.request_id)
+    if request is None or request.accelerator_id is None or request.lease_id is None:
+        return  # it was ended already: its lease ran out, was preempted, or went with its resident
+    record = draft.world.accelerators[request.accelerator_id].leases.get(request.lease_id)
+    if record is not None:
+        release(draft, request.accelerator_id, record, _cause_of(ended), used=True)
+    if ended.client_gone:
+        cancel_request(draft, ended.request_id, "client_gone")
+        return
+    if ended.failure is not None:
+        failed = RequestFailed(ended.request_id, draft.now, None, ended.failure, ended.detail)
+        draft.on_request(ended.request_id, failed)
+        return
+    draft.on_request(ended.request_id, _completed(draft, request, ended))
+
+
+def _cause_of(ended: WorkEnded) -> ReleaseCause:
+    if ended.client_gone:
+        return ReleaseCause.CLIENT_GONE
+    return ReleaseCause.COMPLETED if ended.failure is None else ReleaseCause.FAILED
+
+
+def _completed(draft: Draft, request: RequestState, ended: WorkEnded) -> RequestCompleted:
+    total_ms = (draft.now - request.question.requested_at) // MICROS_PER_MS
+    return RequestCompleted(
+        request_id=ended.request_id,
+        completed_at=draft.now,
+        status=ended.status,
+        queued_ms=max(0, total_ms - ended.served_ms),
+        served_ms=ended.served_ms,
+        response_bytes=ended.response_bytes,
+        prompt_tokens=ended.prompt_tokens,
+        completion_tokens=ended.completion_tokens,
+    )
+
+
+def _give_up_waiting(draft: Draft) -> None:
+    """Who has waited as long as it may is refused for what it waits for."""
+    for request in waiting(draft.world):
+        # With a deadline of its own the planner says so itself, with figures (6.3, rule 1).
+        if request.question.deadline is None and request.queue_until <= draft.now:
+            refuse(draft, request, request.last_reason, "max_queue_seconds")
+
+
+# ---- always warm ------------------------------------------------------------------------------------------------
+
+
+def _keep_always_warm(draft: Draft) -> None:
+    """Ask for what should be loaded and is not, as any client would, and not more often than a request may wait."""
+    node_drains = any(node.draining_for_shutdown for node in draft.world.nodes.values())
+    if node_drains or not draft.world.accelerators:
+        return
+    for deployment_id, deployment in sorted(draft.world.deployments.items()):
+        spec = deployment.spec
+        if deployment.retired or spec.residency.policy is not ResidencyPolicy.ALWAYS_WARM or not deployment.measured:
+            continue
+        if any(record.resident.deployment_id == deployment_id for _, record in draft.world.residents()):
+            continue
+        asked_at = draft.world.warmed_at.get(spec.capability)
+        if asked_at is not None and draft.now < asked_at + seconds(draft.world.policy.max_queue_seconds):
+            continue
+        request_id = f"warm-{deployment_id}-{draft.world.seq + 1}"
+        draft.on_request(
+            request_id,
+            RequestReceived(
+                request_id=request_id,
+                client_id=SCHEDULER_CLIENT,
+                capability=spec.capability,
+                priority=spec.priority,
+                lab=False,
+                requested_at=draft.now,
+                deadline=None,
+                queue_until=draft.now + seconds(draft.world.policy.max_queue_seconds),
+                operation="warm",
+                body_bytes=0,
+                content_mac=None,
+            ),
+        )
+
+
+def _finish_warming(draft: Draft) -> None:
+    """A lease that was only there to load a model ends when the model is ready."""
+    for _, request in sorted(draft.world.requests.items()):
+        if request.operation != "warm" or not _may_begin(draft.world, request, draft.now):
+            continue
+        ended = WorkEnded(request.question.request_id, 200, 0, 0, None, None, None, "", client_gone=False)
+        _work_ended(draft, ended)
+
+
+# ---- runtimes ---------------------------------------------------------------------------------------------------
+
+
+def _runtime(draft: Draft, happened: RuntimeSpawned | RuntimeReady | RuntimeFailed | RuntimeStopped) -> None:
+    found = draft.world.find_resident(happened.resident_id)
+    if found is None:
+        return
+    state, record = found
+    accelerator_id = state.accelerator.accelerator_id
+    match happened:
+        case RuntimeSpawned(process=process):
+            if record.process is None and record.eviction is None:
+                started = ResidentProcessStarted(
+                    happened.resident_id, process.pid, process.start_ticks, process.boot_id
+                )
+                draft.on_accelerator(accelerator_id, started)
+        case RuntimeReady():
+            if record.resident.state is ResidentState.LOADING:
+                load_ms = max(0, draft.now - record.resident.loaded_at) // MICROS_PER_MS
+                draft.on_accelerator(accelerator_id, ResidentReady(happened.resident_id, draft.now, load_ms))
+        case RuntimeFailed():
+            resident_failed(draft, happened.resident_id, happened.failure, happened.detail, happened.evidence_sha256)
+        case RuntimeStopped():
+            process_ended(draft, happened.resident_id)
+        case _:
+            assert_never(happened)
+
+
+# ---- shutdown ---------------------------------------------------------------------------------------------------
+
+
+def _start_drain(draft: Draft, node_id: str) -> None:
+    node = draft.world.nodes.get(node_id)
+    if node is not None and not node.draining_for_shutdown:
+        draft.emit(stream_name(StreamKind.NODE, node_id), NodeDrainStarted(node_id, "shutdown"))
+
+
+def _finish_shutdown(draft: Draft, node_id: str) -> None:
+    """Residency and leases are zero: the scheduler has left."""
+    node = draft.world.nodes.get(node_id)
+    if node is None or not node.draining_for_shutdown or not node.running:
+        return
+    if draft.world.requests or any(True for _ in draft.world.residents()):
+        return
+    draft.emit(stream_name(StreamKind.LEDGER), SchedulerStopped(node_id))
+
+
+# ---- the agenda -------------------------------------------------------------------------------------------------
+
+
+def _of_resident(world: World, state: AcceleratorState, record: ResidentRecord) -> tuple[Effect, ...]:
+    resident = record.resident
+    if record.eviction is not None:
+        return (StopRuntime(resident.resident_id, record.process, world.policy.stop_grace_seconds),)
+    if resident.state is not ResidentState.LOADING or not record.load_started:
+        return ()
+    if record.process is None:
+        accelerator_id = state.accelerator.accelerator_id
+        return (SpawnRuntime(resident.resident_id, resident.deployment_id, accelerator_id),)
+    return (LoadRuntime(resident.resident_id),)
+
+
+def _forwards(world: World, now: int) -> tuple[Forward, ...]:
+    return tuple(
+        Forward(request.question.request_id, request.lease_id, request.resident_id, resident.resident.deployment_id)
+        for _, request in sorted(world.requests.items())
+        if request.operation != "warm"
+        and request.lease_id is not None
+        and request.resident_id is not None
+        and (resident := _ready_resident(world, request, now)) is not None
+    )
+
+
+def _may_begin(world: World, request: RequestState, now: int) -> bool:
+    return _ready_resident(world, request, now) is not None
+
+
+def _ready_resident(world: World, request: RequestState, now: int) -> ResidentRecord | None:
+    """Its resident, when work may begin: READY, room shown, no eviction it waits for unfinished (semantics.md 7)."""
+    if request.phase is not Phase.GRANTED or request.accelerator_id is None:
+        return None
+    state = world.accelerators[request.accelerator_id]
+    lease = state.leases.get(request.lease_id or "")
+    if lease is None or lease.lease.expires_at <= now or not lease.room_confirmed:
+        return None
+    record = state.residents.get(lease.resident_id)
+    if record is None or record.awaits or record.resident.state is not ResidentState.READY:
+        return None
+    return record
+
+
+def _sample_after(world: World) -> int | None:
+    wanted = [wants_sample(world)]
+    for state in world.accelerators.values():
+        if state.retired or state.missed is not None:
+            continue
+        observed_at = None if state.sample is None else state.sample.observed_at
+        fresh_after = wants_fresh_sample(state)
+        if fresh_after is not None and (observed_at is None or observed_at < fresh_after):
+            wanted.append(fresh_after)
+        if observed_at is not None and any(_half_confirmed(record) for record in state.residents.values()):
+            wanted.append(observed_at + milliseconds(AGREEING_SAMPLES_APART_MS))
+    return max((instant for instant in wanted if instant is not None), default=None)
+
+
+def _half_confirmed(record: ResidentRecord) -> bool:
+    return record.eviction is not None and record.eviction.gone_samples > 0
+
+
+def _wake_at(world: World, now: int) -> int | None:
+    """The earliest instant at which time alone makes something due."""
+    instants: list[int | None] = []
+    instants.extend(lease.lease.expires_at for _, lease in world.leases())
+    for state, record in world.residents():
+        if record.eviction is not None:
+            instants.append(reclaim_deadline(world.policy, record.eviction.started_at))
+        elif record.resident.state is ResidentState.DRAINING and record.drain_started_at is not None:
+            instants.append(drain_deadline(world.policy, record.drain_started_at))
+        elif record.resident.state is ResidentState.READY and not active_on(state, record.resident.resident_id, now):
+            instants.append(kept_until(Draft(world, now), record))
+    for request in waiting(world):
+        instants.append(request.queue_until if request.question.deadline is None else None)
+        instants.append(next_change(request))
+    pause = seconds(world.policy.max_queue_seconds)
+    instants.extend(asked_at + pause for asked_at in world.warmed_at.values())
+    for state in world.accelerators.values():
+        if state.released_at is not None and waiting(world):
+            instants.append(state.released_at + seconds(world.policy.telemetry_max_age_seconds) + 1)
+    return min((instant for instant in instants if instant is not None and instant > now), default=None)
+
+
+def _later(instant: int | None, now: int) -> int | None:
+    return instant if instant is not None and instant > now else None
+
+
+def renewal_interval_ms(lease_ttl_seconds: int) -> int:
+    """How often a shell should say RequestsHeld (semantics.md 10)."""
+    return lease_ttl_seconds * 1000 // RENEWALS_PER_TTL // 2

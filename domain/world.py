@@ -1,0 +1,371 @@
+"""The state of the scheduler: the fold of the ledger and nothing else (ledger.md, Replay).
+
+`evolve(world, event)` applies one event; `World.state(now)` is the snapshot that a decision is made on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final, TypeVar, assert_never
+
+from .aggregates import accelerator as accelerators
+from .aggregates import deployment as deployments
+from .aggregates import node as nodes
+from .aggregates import request as requests
+from .aggregates.accelerator import AcceleratorState, LeaseRecord, ResidentRecord
+from .aggregates.deployment import DeploymentState
+from .aggregates.node import NodeState
+from .aggregates.request import RequestState
+from .events import (
+    AcceleratorRegistered,
+    ClientRegistered,
+    ClientRevised,
+    ClientRevoked,
+    DeploymentRegistered,
+    DeploymentRetired,
+    DeploymentRevised,
+    EnvelopeMeasured,
+    Event,
+    FailureRecorded,
+    LeaseGranted,
+    LeasePreempted,
+    LeaseReleased,
+    LeaseRenewed,
+    LeaseRoomConfirmed,
+    LedgerOpened,
+    NodeDrainStarted,
+    NodeRegistered,
+    PlanDecided,
+    PolicyRevised,
+    Recorded,
+    ReleaseCause,
+    RequestCancelled,
+    RequestCompleted,
+    RequestFailed,
+    RequestQueued,
+    RequestReceived,
+    ResidencyMaterialized,
+    ResidentLoadStarted,
+    ResidentProcessStarted,
+    SchedulerStarted,
+    SchedulerStopped,
+    StreamKind,
+    TelemetryMissed,
+    TelemetrySampled,
+)
+from .policy import Policy
+from .state import Backoff, Node, QueuedRequest, State
+from .units import CapabilityId, ClientId
+
+_V = TypeVar("_V")
+
+#: Raised whenever the fold or what it holds changes: a snapshot of another schema is discarded (ledger.md).
+WORLD_SCHEMA: Final = "gpuledger.world/1"
+
+
+@dataclass(frozen=True, slots=True)
+class ClientState:
+    """What the operator bound a client to."""
+
+    client_id: ClientId
+    priority: str
+    lab: bool
+    capabilities: tuple[CapabilityId, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Every aggregate that lives, by id; `versions` are those of their streams.
+
+    `queue_revision` moves with every event that can help a queued request: it is planned again when it has moved.
+    """
+
+    seq: int = 0
+    at: int = 0
+    ledger_id: str | None = None
+    policy: Policy = field(default_factory=Policy)
+    nodes: Mapping[str, NodeState] = field(default_factory=dict[str, NodeState])
+    accelerators: Mapping[str, AcceleratorState] = field(default_factory=dict[str, AcceleratorState])
+    deployments: Mapping[str, DeploymentState] = field(default_factory=dict[str, DeploymentState])
+    clients: Mapping[str, ClientState] = field(default_factory=dict[str, ClientState])
+    requests: Mapping[str, RequestState] = field(default_factory=dict[str, RequestState])
+    versions: Mapping[str, int] = field(default_factory=dict[str, int])
+    queue_revision: int = 0
+    #: When the scheduler last asked for a capability to be loaded in its own name (`always_warm`).
+    warmed_at: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    def state(self, now: int) -> State:
+        """The state document a decision is made on, at an instant."""
+        live = [a for a in self.accelerators.values() if not a.retired]
+        return State(
+            now=now,
+            policy=self.policy,
+            nodes=tuple(self._node(node, live) for node in self.nodes.values()),
+            deployments=tuple(
+                deployments.planned(deployment, self._backoff(deployment_id))
+                for deployment_id, deployment in self.deployments.items()
+                if not deployment.retired or self._is_resident(deployment_id)
+            ),
+            residents=tuple(record.resident for a in live for record in a.residents.values()),
+            leases=tuple(record.lease for a in live for record in a.leases.values()),
+            queue=self.queue(),
+            telemetry=tuple(a.sample for a in live if a.sample is not None),
+        )
+
+    def queue(self) -> tuple[QueuedRequest, ...]:
+        """Who waits, in claim order (semantics.md 5)."""
+        waiting = [q for request in self.requests.values() if (q := request.queued()) is not None]
+        return tuple(sorted(waiting, key=lambda queued: queued.claim))
+
+    def residents(self) -> Iterable[tuple[AcceleratorState, ResidentRecord]]:
+        """Every resident with its accelerator, in order of ids: nothing may depend on how a dict was filled."""
+        for _, accelerator in sorted(self.accelerators.items()):
+            for _, record in sorted(accelerator.residents.items()):
+                yield accelerator, record
+
+    def leases(self) -> Iterable[tuple[AcceleratorState, LeaseRecord]]:
+        """Every lease that has not ended, with its accelerator. One that has run out may be among them."""
+        for _, accelerator in sorted(self.accelerators.items()):
+            for _, record in sorted(accelerator.leases.items()):
+                yield accelerator, record
+
+    def find_resident(self, resident_id: str) -> tuple[AcceleratorState, ResidentRecord] | None:
+        for accelerator in self.accelerators.values():
+            record = accelerator.residents.get(resident_id)
+            if record is not None:
+                return accelerator, record
+        return None
+
+    def _node(self, node: NodeState, live: list[AcceleratorState]) -> Node:
+        return Node(
+            node_id=node.node_id,
+            accelerators=tuple(a.accelerator for a in live if a.node_id == node.node_id),
+            ready=node.running,
+            production_eligible=node.production_eligible,
+            draining=node.draining_for_shutdown,
+            labels=node.labels,
+            memory_bytes=node.memory_bytes,
+            external_bytes=node.external_bytes,
+        )
+
+    def _backoff(self, deployment_id: str) -> tuple[Backoff, ...]:
+        return tuple(
+            Backoff(accelerator_id, until)
+            for accelerator_id, accelerator in self.accelerators.items()
+            if (until := accelerator.backoff.get(deployment_id)) is not None and not accelerator.retired
+        )
+
+    def _is_resident(self, deployment_id: str) -> bool:
+        return any(record.resident.deployment_id == deployment_id for _, record in self.residents())
+
+
+def fold(world: World, events: Iterable[Recorded]) -> World:
+    """Apply events in order."""
+    for event in events:
+        world = evolve(world, event)
+    return world
+
+
+def evolve(world: World, event: Recorded) -> World:
+    """The world after one event of the ledger."""
+    moved = _apply(world, event.stream, event.data)
+    helped = _helps_queue(world, moved, event.data)
+    return replace(
+        moved,
+        seq=event.seq,
+        at=event.at,
+        versions=_versions(moved, event),
+        queue_revision=world.queue_revision + (1 if helped else 0),
+    )
+
+
+def _apply(world: World, stream: str, data: Event) -> World:
+    match data:
+        case LedgerOpened():
+            return replace(world, ledger_id=data.ledger_id)
+        case SchedulerStarted() | SchedulerStopped() | NodeRegistered() | NodeDrainStarted():
+            return _apply_to_node(world, data)
+        case PolicyRevised():
+            return replace(world, policy=data.policy)
+        case AcceleratorRegistered():
+            return _put_accelerator(world, _register_accelerator(world, data))
+        case TelemetrySampled():
+            return _sampled(world, data)
+        case TelemetryMissed():
+            return _missed(world, data)
+        case DeploymentRegistered() | DeploymentRevised() | DeploymentRetired() | EnvelopeMeasured():
+            return _apply_to_deployment(world, stream, data)
+        case ClientRegistered() | ClientRevised():
+            client = ClientState(data.client_id, data.priority, data.lab, data.capabilities)
+            return replace(world, clients={**world.clients, data.client_id: client})
+        case ClientRevoked():
+            return replace(world, clients=without(world.clients, data.client_id))
+        case RequestReceived() | PlanDecided() | RequestQueued():
+            return _apply_to_request(world, data)
+        case RequestCompleted() | RequestFailed() | RequestCancelled():
+            return replace(world, requests=without(world.requests, data.request_id))
+        case FailureRecorded():
+            return world
+        case _:
+            return _apply_to_accelerator(world, stream, data)
+
+
+def _apply_to_node(
+    world: World, data: SchedulerStarted | SchedulerStopped | NodeRegistered | NodeDrainStarted
+) -> World:
+    known = world.nodes.get(data.node_id)
+    match data:
+        case NodeRegistered():
+            node = nodes.register(known, data)
+        case SchedulerStarted():
+            node = replace(known or NodeState(data.node_id), running=True, draining_for_shutdown=False)
+        case SchedulerStopped():
+            node = replace(known or NodeState(data.node_id), running=False)
+        case NodeDrainStarted():
+            node = replace(known or NodeState(data.node_id), draining_for_shutdown=True)
+        case _:
+            assert_never(data)
+    return replace(world, nodes={**world.nodes, data.node_id: node})
+
+
+def _apply_to_deployment(
+    world: World, stream: str, data: DeploymentRegistered | DeploymentRevised | DeploymentRetired | EnvelopeMeasured
+) -> World:
+    deployment_id = stream.partition(":")[2]
+    known = world.deployments.get(deployment_id)
+    if known is None and isinstance(data, DeploymentRegistered):
+        known = deployments.register(data)
+    if known is None:
+        return world
+    return replace(world, deployments={**world.deployments, deployment_id: deployments.evolve(known, data)})
+
+
+def _apply_to_request(world: World, data: RequestReceived | PlanDecided | RequestQueued) -> World:
+    known = world.requests.get(data.request_id)
+    if known is None and isinstance(data, RequestReceived):
+        known = requests.receive(data)
+    if known is None:
+        return world
+    if isinstance(data, RequestReceived) and data.operation == "warm":
+        world = replace(world, warmed_at={**world.warmed_at, data.capability: data.requested_at})
+    return _put_request(world, requests.evolve(known, data))
+
+
+def _register_accelerator(world: World, data: AcceleratorRegistered) -> AcceleratorState:
+    known = world.accelerators.get(data.accelerator_id)
+    return accelerators.register(data) if known is None else accelerators.evolve(known, data)
+
+
+def _apply_to_accelerator(world: World, stream: str, data: accelerators.AcceleratorEvent) -> World:
+    known = world.accelerators.get(stream.partition(":")[2])
+    if known is None:
+        return world
+    world = _put_accelerator(world, accelerators.evolve(known, data))
+    match data:
+        case LeaseGranted():
+            return _request_granted(world, data)
+        case LeaseReleased(lease_id=lease_id, cause=ReleaseCause.NO_ROOM | ReleaseCause.NOT_RECLAIMED):
+            return _request_ungranted(world, lease_id, preempted=False)
+        case LeasePreempted(lease_id=lease_id, requeued=True):
+            return _request_ungranted(world, lease_id, preempted=True)
+        case _:
+            return world
+
+
+def _request_granted(world: World, data: LeaseGranted) -> World:
+    request = world.requests.get(data.request_id)
+    if request is None:
+        return world
+    return _put_request(
+        world,
+        requests.granted(request, data.lease_id, data.accelerator_id, data.resident_id, data.granted_at),
+    )
+
+
+def _request_ungranted(world: World, lease_id: str, *, preempted: bool) -> World:
+    for request in world.requests.values():
+        if request.lease_id == lease_id:
+            return _put_request(world, requests.ungranted(request, preempted=preempted))
+    return world
+
+
+def _sampled(world: World, data: TelemetrySampled) -> World:
+    changed = dict(world.accelerators)
+    for sampled in data.accelerators:
+        known = changed.get(sampled.accelerator_id)
+        if known is not None:
+            changed[sampled.accelerator_id] = accelerators.observe(known, sampled, data.observed_at, data.received_at)
+    world = replace(world, accelerators=changed)
+    node = world.nodes.get(data.node_id)
+    if node is None:
+        return world
+    node = replace(node, memory_bytes=data.memory_bytes, external_bytes=data.external_bytes)
+    return replace(world, nodes={**world.nodes, data.node_id: node})
+
+
+def _missed(world: World, data: TelemetryMissed) -> World:
+    changed = dict(world.accelerators)
+    for accelerator_id in data.accelerator_ids:
+        known = changed.get(accelerator_id)
+        if known is not None:
+            changed[accelerator_id] = accelerators.miss(known, data.code)
+    return replace(world, accelerators=changed)
+
+
+def _put_accelerator(world: World, state: AcceleratorState) -> World:
+    return replace(world, accelerators={**world.accelerators, state.accelerator.accelerator_id: state})
+
+
+def _put_request(world: World, state: RequestState) -> World:
+    return replace(world, requests={**world.requests, state.question.request_id: state})
+
+
+def _versions(world: World, event: Recorded) -> Mapping[str, int]:
+    """Versions of the streams that can still be written: a request that has ended has none, so the state is bounded."""
+    kind, _, subject = event.stream.partition(":")
+    if kind == StreamKind.REQUEST and subject not in world.requests:
+        return without(world.versions, event.stream)
+    return {**world.versions, event.stream: event.version}
+
+
+def _helps_queue(before: World, after: World, data: Event) -> bool:
+    """Whether what happened can help somebody who waits (semantics.md 6.5: planned again whenever anything changes)."""
+    match data:
+        case TelemetrySampled():
+            return any(
+                _figures(before, s.accelerator_id) != _figures(after, s.accelerator_id) for s in data.accelerators
+            )
+        case RequestQueued():
+            return False  # the one that was just planned; those before it in the claim order do not see it
+        case (
+            RequestReceived()
+            | PlanDecided()
+            | LeaseGranted()
+            | LeaseRenewed()
+            | LeaseRoomConfirmed()
+            | ResidentLoadStarted()
+        ):
+            return False
+        case ResidentProcessStarted() | ResidencyMaterialized() | FailureRecorded() | LedgerOpened():
+            return False
+        case ClientRegistered() | ClientRevised() | ClientRevoked():
+            return False
+        case _:
+            return True
+
+
+def _figures(world: World, accelerator_id: str) -> tuple[object, ...]:
+    """What of an accelerator a plan depends on, but for the instants of its sample."""
+    state = world.accelerators.get(accelerator_id)
+    if state is None or state.sample is None:
+        return ()
+    residents = tuple((r.resident.attributed_bytes, r.resident.running_requests) for r in state.residents.values())
+    return (state.sample.used_bytes, state.sample.pressure, residents)
+
+
+def without(mapping: Mapping[str, _V], key: str) -> Mapping[str, _V]:
+    """The mapping less one key."""
+    if key not in mapping:
+        return mapping
+    return {other: value for other, value in mapping.items() if other != key}

@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field, ValidationError
 from gpuledger.domain.failures import Failure
 from gpuledger.domain.ports import Endpoint, RuntimeFault
 
-from .config import RuntimeConfig, Serves
+from .config import RuntimeConfig, Task
 
 _OK: Final = 200
 _FIRST_POLL_SECONDS: Final = 0.005
@@ -74,11 +74,11 @@ async def check(http: httpx.AsyncClient, endpoint: Endpoint, config: RuntimeConf
 
     Raises RuntimeFault: HEALTHCHECK_FAILED when there is no answer, INVALID_OUTPUT when it is not one.
     """
-    match config.serves:
-        case Serves.EMBEDDING:
+    match config.task:
+        case Task.EMBEDDING:
             body = await _post(http, endpoint, "/v1/embeddings", {"input": list(_PROBES)})
             _check_embeddings(body, config.dimensions)
-        case Serves.CHAT:
+        case Task.CHAT:
             question = {"messages": [{"role": "user", "content": _PROBES[0]}], "max_tokens": _PROBE_TOKENS}
             _check_completion(await _post(http, endpoint, "/v1/chat/completions", {**question, "temperature": 0}))
 

@@ -21,7 +21,7 @@ Positive: TypeAlias = Annotated[int, Field(ge=1, le=2**31 - 1)]
 CacheType: TypeAlias = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
 
 
-class Serves(StrEnum):
+class Task(StrEnum):
     """What a deployment answers, and so how it is checked."""
 
     EMBEDDING = "embedding"
@@ -38,18 +38,20 @@ def _resolve(path: Path | None, info: ValidationInfo) -> Path | None:
 class _Config(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    serves: Serves
+    task: Task
     context_length: Positive = Field(
         default=512, description="Tokens that one request may use, prompt and answer together."
     )
     batch_size: Positive = Field(default=512, description="Tokens that are processed in one go.")
-    concurrency: Positive = Field(default=1, le=256, description="Requests served at the same time; others wait.")
+    parallel: Positive = Field(
+        default=1, le=256, description="Requests served at the same time: the concurrency of the deployment."
+    )
     dimensions: Positive | None = Field(default=None, description="Length of an embedding, checked at load when given.")
     load_timeout_seconds: Positive = Field(default=120, le=86_400, description="From its first instruction to ready.")
 
     @model_validator(mode="after")
     def _dimensions_are_of_embeddings(self) -> Self:
-        if self.dimensions is not None and self.serves is not Serves.EMBEDDING:
+        if self.dimensions is not None and self.task is not Task.EMBEDDING:
             raise ValueError("dimensions: only a deployment that serves embeddings has them")
         return self
 
@@ -57,7 +59,7 @@ class _Config(BaseModel):
 class LlamaCppConfig(_Config):
     """llama.cpp's server: a `llama-server` where there is one, otherwise the one in the PyPI package xllamacpp.
 
-    llama.cpp's own `--ctx-size` is the total of all slots: `context_length * concurrency`. It caps the context of a
+    llama.cpp's own `--ctx-size` is the total of all slots: `context_length * parallel`. It caps the context of a
     slot at what the model was trained with. An embedding is computed in one piece, so `ubatch_size` must hold it.
     """
 
@@ -86,11 +88,11 @@ class LlamaCppConfig(_Config):
     def _fits_together(self) -> Self:
         if self.micro_batch > self.batch_size:
             raise ValueError("ubatch_size: must not be greater than batch_size")
-        if self.serves is Serves.EMBEDDING and self.micro_batch < self.context_length:
+        if self.task is Task.EMBEDDING and self.micro_batch < self.context_length:
             raise ValueError(
                 "ubatch_size: an embedding is computed in one piece, so it must not be less than context_length"
             )
-        if self.pooling is not None and self.serves is not Serves.EMBEDDING:
+        if self.pooling is not None and self.task is not Task.EMBEDDING:
             raise ValueError("pooling: only a deployment that serves embeddings has it")
         return self
 
@@ -119,7 +121,7 @@ class ReferenceConfig(_Config):
 
     type: Literal["reference"]
     idle_bytes: PositiveBytes = Field(default=32 * 2**20, description="What the whole process holds once loaded.")
-    peak_bytes: PositiveBytes = Field(default=48 * 2**20, description="What it holds while `concurrency` requests run.")
+    peak_bytes: PositiveBytes = Field(default=48 * 2**20, description="What it holds while `parallel` requests run.")
     load_ms: Milliseconds = Field(default=0, description="How long loading takes.")
     service_ms: Milliseconds = Field(default=0, description="How long an embedding takes, or an answer's first token.")
     token_ms: Milliseconds = Field(default=0, description="How long each further token takes.")

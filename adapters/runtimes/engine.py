@@ -10,6 +10,7 @@ from typing import Protocol, TypeAlias
 
 from gpuledger.domain.failures import Failure
 from gpuledger.domain.ports import RuntimeFacts, RuntimeFault
+from gpuledger.domain.state import Kind
 
 from .process import Command
 
@@ -21,6 +22,11 @@ class Engine(Protocol):
 
     def facts(self) -> RuntimeFacts:
         """Blocking: hashes the model when it has changed. Raises RuntimeFault."""
+        ...
+
+    @property
+    def kinds(self) -> frozenset[Kind]:
+        """The kinds of accelerator it runs on in this configuration: nothing falls back to another."""
         ...
 
     def command(self, port: int, api_key: str) -> Command:

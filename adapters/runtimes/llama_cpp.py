@@ -13,10 +13,11 @@ from typing import Final
 
 from gpuledger.domain.failures import Failure
 from gpuledger.domain.ports import RuntimeFacts, RuntimeFault
+from gpuledger.domain.state import Kind
 
 from . import llama_server
 from .artifacts import Artifacts
-from .config import LlamaCppConfig, Serves
+from .config import LlamaCppConfig, Task
 from .engine import Json, config_hash, sum_of_gauges
 from .process import LOOPBACK, Command
 
@@ -60,6 +61,10 @@ class LlamaCpp:
         self._artifacts = artifacts
         self._program: _Program | None = None
 
+    @property
+    def kinds(self) -> frozenset[Kind]:
+        return frozenset((Kind.HOST if self._config.gpu_layers == 0 else Kind.GPU,))
+
     def facts(self) -> RuntimeFacts:
         artifact = self._artifacts.inspect(self._config.model)
         if self._config.sha256 not in (None, artifact.sha256):
@@ -89,8 +94,8 @@ class LlamaCpp:
         """All that follows from the configuration and is no place: this is what shapes memory."""
         config = self._config
         numbers = {
-            "--ctx-size": config.context_length * config.concurrency,
-            "--parallel": config.concurrency,
+            "--ctx-size": config.context_length * config.parallel,
+            "--parallel": config.parallel,
             "--batch-size": config.batch_size,
             "--ubatch-size": config.micro_batch,
             "--threads": config.threads,
@@ -99,11 +104,13 @@ class LlamaCpp:
             "--seed": SEED,
             "--verbosity": VERBOSITY,
         }
+        # Named, so that a server that does not find the card ends instead of serving from the host without a word.
+        device = "none" if config.gpu_layers == 0 else "CUDA0"
         options = [text for name, number in numbers.items() for text in (name, str(number))]
         options += ["--cache-type-k", config.cache_type_k, "--cache-type-v", config.cache_type_v]
-        options += ["--flash-attn", config.flash_attention, "--metrics"]
+        options += ["--flash-attn", config.flash_attention, "--device", device, "--metrics"]
         options += [] if config.mmap else ["--no-mmap"]
-        options += ["--embeddings"] if config.serves is Serves.EMBEDDING else []
+        options += ["--embeddings"] if config.task is Task.EMBEDDING else []
         options += ["--pooling", config.pooling] if config.pooling is not None else []
         return tuple(options)
 

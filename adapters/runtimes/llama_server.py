@@ -34,6 +34,8 @@ class Facade:
 
     def serve(self, options: argparse.Namespace, api_key: str) -> Server:
         """Load the model and listen. Raises RuntimeError."""
+        if options.device not in {"none", *self._devices()}:
+            raise RuntimeError(f"invalid device: {options.device}")
         params = self._module.CommonParams()
         self._set_model(params, options)
         self._set_memory(params, options)
@@ -74,6 +76,9 @@ class Facade:
         params.fit_params = os.environ.get(_ENVIRONMENT + "FIT", "off") == "on"
         params.kv_unified = False
 
+    def _devices(self) -> set[str]:
+        return {str(device["name"]) for device in self._module.get_device_info()}
+
     def _member(self, enumeration: str, prefix: str, name: str) -> Any:
         return getattr(getattr(self._module, enumeration), f"{prefix}_{name.upper()}")
 
@@ -88,7 +93,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         parser.add_argument(f"--{number}", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--verbosity", type=int, required=True)
-    for name in ("cache-type-k", "cache-type-v", "flash-attn"):
+    for name in ("cache-type-k", "cache-type-v", "flash-attn", "device"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--pooling")
     for flag in ("no-mmap", "metrics", "embeddings"):

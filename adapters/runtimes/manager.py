@@ -21,6 +21,7 @@ import httpx
 from gpuledger.adapters import procfs
 from gpuledger.domain.failures import Failure
 from gpuledger.domain.ports import Endpoint, ProcessIdentity, RuntimeFacts, RuntimeFault
+from gpuledger.domain.state import Kind
 from gpuledger.domain.units import MIB
 
 from . import checks
@@ -37,7 +38,8 @@ INHERITED: Final = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRAR
 #: Marks what a runtime leaves behind as ours when its root is gone (`end_orphan`).
 MARK: Final = "GPULEDGER_RESIDENT"
 _CRASH_SHOWS_SECONDS: Final = 1.0
-_CUDA_DEVICE: Final = re.compile(r"(?:GPU|MIG)-[A-Za-z0-9/-]+$")
+#: The id of an accelerator is the UUID that NVML gives it, where it is a GPU.
+_CUDA_DEVICE: Final = re.compile(r"(?:GPU|MIG)-[A-Za-z0-9/-]+")
 
 
 @dataclass(slots=True)
@@ -179,12 +181,17 @@ class RuntimeManager:
 
     async def _spawn(self, resident_id: str, deployment_id: str, accelerator_id: str) -> _Resident:
         engine, config = self._engines[deployment_id], self._configs[deployment_id]
+        kind = _kind(accelerator_id)
+        if kind not in engine.kinds:
+            raise RuntimeFault(Failure.MODEL_LOAD_FAILED, "accelerator_kind_mismatch")
         await asyncio.to_thread(self._confirm_unchanged, deployment_id)
         port, log = PortReservation(), self._log(deployment_id, accelerator_id)
         try:
             endpoint = Endpoint(f"http://{LOOPBACK}:{port.port}", secrets.token_urlsafe(32))
             command = engine.command(port.port, endpoint.api_key)
-            own = {"CUDA_VISIBLE_DEVICES": _cuda_device(accelerator_id), MARK: resident_id}
+            # The one device that it may see, which it then calls CUDA0; on a host none.
+            device = accelerator_id if kind is Kind.GPU else ""
+            own = {"CUDA_VISIBLE_DEVICES": device, MARK: resident_id}
             command = Command(command.argv, {**self._inherited, **own, **command.environment})
             child = await self._spawner.spawn(command, self._folder, log)
         except BaseException:
@@ -266,10 +273,8 @@ def _engine(config: RuntimeConfig, artifacts: Artifacts) -> Engine:
             assert_never(config)
 
 
-def _cuda_device(accelerator_id: str) -> str:
-    """The one device that a runtime may see: a GPU by the UUID that its id ends with, on a host none."""
-    match = _CUDA_DEVICE.search(accelerator_id)
-    return "" if match is None else match[0]
+def _kind(accelerator_id: str) -> Kind:
+    return Kind.GPU if _CUDA_DEVICE.fullmatch(accelerator_id) else Kind.HOST
 
 
 def _is_marked(process: ProcessIdentity) -> bool:

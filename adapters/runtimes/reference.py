@@ -6,6 +6,7 @@ import sys
 
 from gpuledger.domain.failures import Failure
 from gpuledger.domain.ports import RuntimeFacts
+from gpuledger.domain.state import Kind
 
 from . import reference_server
 from .config import ReferenceConfig
@@ -20,10 +21,14 @@ class Reference:
     def __init__(self, config: ReferenceConfig) -> None:
         self._config = config
 
+    @property
+    def kinds(self) -> frozenset[Kind]:
+        return frozenset(Kind)
+
     def facts(self) -> RuntimeFacts:
         """Times and faults shape no memory."""
         shape = self._config.model_dump(
-            mode="json", include={"type", "idle_bytes", "peak_bytes", "context_length", "batch_size", "concurrency"}
+            mode="json", include={"type", "idle_bytes", "peak_bytes", "context_length", "batch_size", "parallel"}
         )
         return RuntimeFacts("reference", VERSION, config_hash({**shape, "version": VERSION}), None, 0)
 

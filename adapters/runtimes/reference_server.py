@@ -24,7 +24,7 @@ import time
 from collections.abc import AsyncIterator, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 MAX_HEAD_BYTES = 64 * 1024
 MAX_BODY_BYTES = 64 * 1024 * 1024
@@ -116,9 +116,9 @@ class Connection:
 class Memory:
     """Bytes that are really held: private pages, touched by the kernel when they are mapped."""
 
-    def __init__(self, idle_bytes: int, peak_bytes: int, concurrency: int) -> None:
+    def __init__(self, idle_bytes: int, peak_bytes: int, parallel: int) -> None:
         self._idle_bytes = max(0, idle_bytes - _own_bytes())
-        self._request_bytes = (peak_bytes - idle_bytes) // concurrency
+        self._request_bytes = (peak_bytes - idle_bytes) // parallel
         self._held: list[mmap.mmap] = []
 
     async def load(self, duration_ms: int) -> None:
@@ -145,9 +145,9 @@ def _take(count_bytes: int) -> list[mmap.mmap]:
 
 
 def _own_bytes() -> int:
-    """What the interpreter holds by itself: its proportional set size (proc_pid_smaps_rollup)."""
-    with open("/proc/self/smaps_rollup", encoding="ascii") as lines:
-        return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
+    """What the interpreter holds by itself, its libraries counted whole as the telemetry counts them."""
+    with open("/proc/self/status", encoding="ascii") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:")) * 1024
 
 
 class Model:
@@ -178,8 +178,8 @@ class Server:
         self._faults: dict[str, Any] = config["faults"]
         self._key = f"Bearer {api_key}".encode()
         self._model = Model(config)
-        self._memory = Memory(config["idle_bytes"], config["peak_bytes"], config["concurrency"])
-        self._slots = asyncio.Semaphore(config["concurrency"])
+        self._memory = Memory(config["idle_bytes"], config["peak_bytes"], config["parallel"])
+        self._slots = asyncio.Semaphore(config["parallel"])
         self._ready = False
         self._received = 0
         self._present = 0
@@ -266,11 +266,11 @@ class Server:
                 await connection.send(200, self._metrics(), "text/plain; version=0.0.4")
             case "POST", "/tokenize":
                 await connection.send(200, {"tokens": list(range(len(_text(request.json().get("content")).split())))})
-            case "POST", "/v1/embeddings" if self._config["serves"] == "embedding":
+            case "POST", "/v1/embeddings" if self._config["task"] == "embedding":
                 await self._work(connection, request, self._embeddings)
-            case "POST", "/v1/chat/completions" if self._config["serves"] == "chat":
+            case "POST", "/v1/chat/completions" if self._config["task"] == "chat":
                 await self._work(connection, request, self._chat)
-            case "POST", "/v1/completions" if self._config["serves"] == "chat":
+            case "POST", "/v1/completions" if self._config["task"] == "chat":
                 await self._work(connection, request, self._completion)
             case _:
                 raise Refusal(404, f"no {request.method} {request.path} here")
@@ -301,7 +301,7 @@ class Server:
                 self._idle.set()
 
     def _metrics(self) -> str:
-        processing = min(self._present, self._config["concurrency"])
+        processing = min(self._present, self._config["parallel"])
         return (
             "# TYPE reference:requests_processing gauge\n"
             f"reference:requests_processing {processing}\n"
@@ -427,18 +427,24 @@ def _text(value: object) -> str:
     return value
 
 
+def _is_list(value: object) -> TypeGuard[list[Any]]:
+    return isinstance(value, list)
+
+
+def _is_object(value: object) -> TypeGuard[dict[str, Any]]:
+    return isinstance(value, dict)
+
+
 def _list(value: object) -> list[Any]:
-    if not isinstance(value, list):
+    if not _is_list(value):
         raise Refusal(400, "a list was expected")
-    items: list[Any] = value
-    return items
+    return value
 
 
 def _object(value: object) -> dict[str, Any]:
-    if not isinstance(value, dict):
+    if not _is_object(value):
         raise Refusal(400, "an object was expected")
-    fields: dict[str, Any] = value
-    return fields
+    return value
 
 
 def _message(message: object) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
@@ -28,7 +28,9 @@ from gpuledger.domain.ports import LedgerCorrupt
 from gpuledger.domain.units import ID_PATTERN, MAX_INTEGER, format_instant, parse_instant
 
 #: A reader holds one leaf at a time; this bounds it. Plans over a big fleet, our largest, take a few hundred KiB.
-MAX_LEAF_BYTES: Final = 16 * 2**20
+MAX_DATA_BYTES: Final = 16 * 2**20
+#: The data with its envelope.
+MAX_LEAF_BYTES: Final = MAX_DATA_BYTES + 2**10
 
 #: Kinds with one stream, named by the kind alone (events.stream_name).
 _ALONE: Final = frozenset({StreamKind.LEDGER, StreamKind.POLICY})
@@ -40,8 +42,7 @@ _NUMBER: Final = rb"([1-9][0-9]{0,15})"
 # whatever matches is one JSON object with these seven keys, each once and in this order.
 _ENVELOPE: Final = re.compile(
     rb'\{"at":"([0-9TZ.:-]{27})","data":(\{.*\}),"schema":%b,"seq":%b,"stream":"([!-~]{1,220})"'
-    rb',"type":"([A-Za-z]{1,60})","version":%b\}' % (_NUMBER, _NUMBER, _NUMBER),
-    re.DOTALL,
+    rb',"type":"([A-Za-z]{1,60})","version":%b\}' % (_NUMBER, _NUMBER, _NUMBER)
 )
 
 
@@ -111,7 +112,7 @@ def draft(new: NewEvent) -> Draft:
         raise EventRefused(name, f"does not belong into the stream {new.stream!r}")
     codec = _codec(name)
     data = codec.dump(new.data)
-    if len(data) > MAX_LEAF_BYTES:
+    if len(data) > MAX_DATA_BYTES:
         raise EventRefused(name, f"takes {len(data)} bytes, more than a leaf may have")
     try:
         event = codec.load(data)
@@ -245,26 +246,25 @@ def _check(value: Any) -> None:
         if not -MAX_INTEGER <= value <= MAX_INTEGER:
             raise _OutsideProfile("is an integer beyond 2^53 - 1")
     elif kind is dict:
-        _check_object(value)
+        _check_items(value.items())
+        for key in value:
+            if type(key) is not str or not key.isascii():
+                raise _OutsideProfile(f"has the key {key!r}; keys are ASCII")
     elif kind is list:
-        for index, item in enumerate(value):
-            try:
-                _check(item)
-            except _OutsideProfile as error:
-                error.steps.append(index)
-                raise
+        _check_items(enumerate(cast("list[Any]", value)))
     elif value is not None and kind is not bool:
         raise _OutsideProfile(f"is a {kind.__name__}; a ledger holds strings, integers, booleans and null")
 
 
-def _check_object(value: dict[Any, Any]) -> None:
-    for key, item in value.items():
-        if type(key) is not str or not key.isascii():
-            raise _OutsideProfile(f"has the key {key!r}; keys are ASCII")
+def _check_items(items: Iterable[tuple[str | int, Any]]) -> None:
+    for step, item in items:
+        # Most are these, and the others' call costs more than the check.
+        if item is None or (type(item) is str and item.isascii()):
+            continue
         try:
             _check(item)
         except _OutsideProfile as error:
-            error.steps.append(key)
+            error.steps.append(step)
             raise
 
 

@@ -45,17 +45,17 @@ class MemoryLedger:
         return len(self._seqs_of_stream.get(stream, ()))
 
     def read(self, after: int = 0, limit: int = 1000) -> tuple[Recorded, ...]:
-        return tuple(map(decode, self._leaves[after : after + limit]))
+        return tuple(map(decode, self._leaves[max(0, after) : max(0, after) + max(0, limit)]))
 
     def read_stream(self, stream: str) -> tuple[Recorded, ...]:
         return tuple(map(self._event, self._seqs_of_stream.get(stream, ())))
 
     def read_backward(self, types: frozenset[str], limit: int) -> tuple[Recorded, ...]:
-        newest = [seq for name in types for seq in self._seqs_of_type.get(name, ())[-limit:]] if limit else []
+        newest = [seq for name in types for seq in self._seqs_of_type.get(name, ())[-limit:]] if limit > 0 else []
         return tuple(map(self._event, heapq.nlargest(limit, newest)))
 
     def leaves(self, after: int = 0) -> Iterator[Leaf]:
-        for seq in range(after + 1, self.head() + 1):
+        for seq in range(max(0, after) + 1, self.head() + 1):
             body = self._leaves[seq - 1]
             yield Leaf(seq, body, leaf_hash(body))
 

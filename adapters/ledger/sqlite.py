@@ -4,8 +4,8 @@ What of the library is replaced, and why (ledger.md, Known hazards): its mapper 
 recorder numbers events by row and appends without conditions; its transactions are deferred, and stay open after a
 failed commit.
 
-Any number of threads and processes may use one file. Writers of one process take turns at the pool, processes at
-SQLite's lock, both for a bounded time; readers wait for nobody.
+Any number of threads and processes may use one file. Writers wait for each other, for a bounded time: threads at the
+pool, processes at SQLite's lock. Readers wait for no writer, and writers for no reader.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 from eventsourcing.persistence import StoredEvent
 from eventsourcing.sqlite import SQLiteApplicationRecorder, SQLiteCursor
@@ -24,13 +24,14 @@ from gpuledger.domain.ports import Batch, Leaf, LedgerConflict, LedgerCorrupt, L
 
 from .batches import Drafts, Placed, drafts_of
 from .mapper import LeafMapper, StoredLeaf
-from .sqlite_file import LedgerDatastore, LedgerDisturbed, check, ensure, translated, use_wal
+from .sqlite_file import LedgerDatastore, LedgerDisturbed, check, ensure, translated
 
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 _SNAPSHOTS_KEPT: Final = 2
 #: Leaves in memory at once while all are streamed.
-_PAGE: Final = 256
+_LEAVES_PER_PAGE: Final = 256
 
 _SELECT: Final = "SELECT originator_id, originator_version, topic, state, seq, leaf_hash FROM stored_events "
 
@@ -49,7 +50,7 @@ class SqliteLedger:
         self._recorder = LedgerRecorder(self._datastore)
         self._mapper = LeafMapper()
         try:
-            self._reading(lambda: self._recorder.check(self.path))
+            self._reading(self._recorder.check, self.path)
         except BaseException:
             self.close()
             raise
@@ -66,24 +67,22 @@ class SqliteLedger:
         return tuple(placed.recorded for placed in self._recorder.append(drafts, at, self._mapper))
 
     def stream_version(self, stream: str) -> int:
-        return self._reading(lambda: self._recorder.stream_version(stream))
+        return self._reading(self._recorder.stream_version, stream)
 
     def read(self, after: int = 0, limit: int = 1000) -> tuple[Recorded, ...]:
-        return self._events(self._reading(lambda: self._page(after, limit)))
+        return self._events(self._reading(self._page, max(0, after), max(0, limit)))
 
     def read_stream(self, stream: str) -> tuple[Recorded, ...]:
-        return self._events(self._reading(lambda: self._recorder.select_stream(stream)))
+        return self._events(self._reading(self._recorder.select_stream, stream))
 
     def read_backward(self, types: frozenset[str], limit: int) -> tuple[Recorded, ...]:
-        return self._events(self._reading(lambda: self._recorder.select_newest(types, limit)))
+        return self._events(self._reading(self._recorder.select_newest, types, max(0, limit)))
 
     def leaves(self, after: int = 0) -> Iterator[Leaf]:
         head = self.head()
-        while after < head:
-            page = self._reading(lambda: self._page(after, min(_PAGE, head - after)))  # noqa: B023
-            for stored in page:
+        for start in range(max(0, after), head, _LEAVES_PER_PAGE):
+            for stored in self._reading(self._page, start, min(_LEAVES_PER_PAGE, head - start)):
                 yield Leaf(stored.id, stored.state, stored.leaf_hash)
-            after = page[-1].id
 
     def save_snapshot(self, snapshot: Snapshot) -> None:
         self._recorder.insert_snapshot(snapshot)
@@ -100,20 +99,20 @@ class SqliteLedger:
         with translated(self.path):
             if self.path.stat().st_size == 0:
                 raise LedgerCorrupt(f"{self.path}: the file is empty")
-        if not read_only:
-            use_wal(self.path)
 
-    def _reading(self, read: Callable[[], _T]) -> _T:
+    def _reading(self, read: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         try:
-            return read()
+            return read(*args, **kwargs)
         except LedgerDisturbed:
-            return read()
+            return read(*args, **kwargs)
 
     def _page(self, after: int, limit: int) -> Sequence[StoredLeaf]:
-        page = self._recorder.select_page(after, limit)
+        head, page = self._recorder.select_page(after, limit)
         for seq, stored in enumerate(page, after + 1):
             if stored.id != seq:
                 raise LedgerCorrupt("is missing", seq)
+        if len(page) < limit and after + len(page) < head:
+            raise LedgerCorrupt("is missing", after + len(page) + 1)
         return page
 
     def _events(self, stored: Sequence[StoredLeaf]) -> tuple[Recorded, ...]:
@@ -149,11 +148,16 @@ class LedgerRecorder(SQLiteApplicationRecorder):
         with self.datastore.transaction(commit=False) as c:
             return self._stream_version(c, stream)
 
-    def select_page(self, after: int, limit: int) -> Sequence[StoredLeaf]:
-        return self._select("WHERE seq > ? ORDER BY seq LIMIT ?", (after, limit))
+    def select_page(self, after: int, limit: int) -> tuple[int, Sequence[StoredLeaf]]:
+        """The head, and at most `limit` leaves after `after`."""
+        with self.datastore.transaction(commit=False) as c:
+            c.execute("SELECT seq FROM head")
+            (head,) = c.fetchone()
+            return head, self._select(c, "WHERE seq > ? ORDER BY seq LIMIT ?", after, limit)
 
     def select_stream(self, stream: str) -> Sequence[StoredLeaf]:
-        return self._select("WHERE originator_id = ? ORDER BY originator_version", (stream,))
+        with self.datastore.transaction(commit=False) as c:
+            return self._select(c, "WHERE originator_id = ? ORDER BY originator_version", stream)
 
     def select_newest(self, types: frozenset[str], limit: int) -> Sequence[StoredLeaf]:
         """Newest first. Each type is asked for its own newest: asked for all, SQLite would sort every one of them."""
@@ -162,11 +166,7 @@ class LedgerRecorder(SQLiteApplicationRecorder):
             for name in types:
                 c.execute("SELECT seq FROM stored_events WHERE topic = ? ORDER BY seq DESC LIMIT ?", (name, limit))
                 newest += [seq for (seq,) in c.fetchall()]
-            leaves: list[StoredLeaf] = []
-            for seq in heapq.nlargest(limit, newest):
-                c.execute(f"{_SELECT} WHERE seq = ?", (seq,))
-                leaves.append(StoredLeaf(*c.fetchone()))
-            return leaves
+            return [self._select(c, "WHERE seq = ?", seq)[0] for seq in heapq.nlargest(limit, newest)]
 
     def insert_snapshot(self, snapshot: Snapshot) -> None:
         digest = sha256(snapshot.body).digest()
@@ -191,10 +191,9 @@ class LedgerRecorder(SQLiteApplicationRecorder):
                     return Snapshot(seq, schema, leaf, body)
         return None
 
-    def _select(self, which: str, params: Sequence[str | int]) -> Sequence[StoredLeaf]:
-        with self.datastore.transaction(commit=False) as c:
-            c.execute(_SELECT + which, params)
-            return [StoredLeaf(*row) for row in c.fetchall()]
+    def _select(self, c: SQLiteCursor, which: str, *params: str | int) -> Sequence[StoredLeaf]:
+        c.execute(_SELECT + which, params)
+        return [StoredLeaf(*row) for row in c.fetchall()]
 
     def _advance_head(self, c: SQLiteCursor, count: int, at: int) -> tuple[int, int]:
         """The first of `count` places, and `at` raised to the newest event's."""

@@ -10,6 +10,7 @@ import secrets
 import sqlite3
 from collections.abc import Generator
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -25,8 +26,16 @@ BUSY_SECONDS: Final = 10
 
 APPLICATION_ID: Final = int.from_bytes(b"gpul")
 SCHEMA_VERSION: Final = 1
-# STRICT tables.
-_OLDEST_SQLITE: Final = (3, 37, 0)
+
+_SETTINGS: Final = (
+    # A commit is on the disk before it is answered. (NORMAL would lose the newest ones with the power.)
+    "PRAGMA synchronous = FULL",
+    # REPLACE then asks the triggers about what it deletes.
+    "PRAGMA recursive_triggers = ON",
+    # A forged schema runs no functions of ours.
+    "PRAGMA trusted_schema = OFF",
+    "PRAGMA journal_size_limit = 67108864",
+)
 
 _DAMAGE: Final = frozenset(
     {
@@ -51,57 +60,87 @@ _WORDS: Final = {
 class LedgerDatastore(SQLiteDatastore):
     """Connections to one ledger. Whatever its transactions raise of SQLite is LedgerUnavailable or LedgerCorrupt.
 
-    `read_only` creates nothing, not even the files beside it that SQLite makes for readers: while no scheduler has the
-    ledger open, all is in the one file, and it is read as it lies there. A scheduler that opens it meanwhile is
-    noticed: the transaction that met it raises LedgerDisturbed, the next one reads beside the scheduler.
+    There are two pools, since in one of the library's a writer that waits for its turn keeps readers waiting.
+
+    `read_only` creates nothing, not even the files that SQLite puts beside a database for its readers: while no
+    scheduler has the ledger open, all is in the one file, and it is read as it lies there. A scheduler that opens it
+    meanwhile is noticed: the transaction that met it raises LedgerDisturbed, the next one reads beside the scheduler.
     """
 
     def __init__(self, path: Path, *, read_only: bool) -> None:
         super().__init__(str(path), originator_id_type="text")
         self.path = path
         self.read_only = read_only
-        self._file = _identity(path)
-        self._open_pool()
+        with translated(path):
+            self._file = _identity(path)
+            self._seen = _Seen.of(path) if read_only else None
+        self._writers = _Pool(path, "rw", pool_size=1)
+        self.pool = self._readers()
 
     @contextmanager
     def transaction(self, *, commit: bool) -> Generator[SQLiteCursor]:
-        self._check_file()
-        with translated(self.path), super().transaction(commit=commit) as cursor:
-            yield cursor
-        if self._quiet is not None and self._quiet != _signature(self.path):
-            raise LedgerDisturbed(f"{self.path}: a scheduler opened it while it was being read")
+        with translated(self.path):
+            seen = self._look()
+            pool = self._writers if commit else self.pool
+            connection = pool.get_connection()
+            try:
+                with connection.transaction(commit=commit) as cursor:
+                    yield cursor
+            finally:
+                pool.put_connection(connection)
+            if seen is not None and seen != _Seen.of(self.path):
+                raise LedgerDisturbed(f"{self.path}: a scheduler opened it while it was being read")
 
-    def _check_file(self) -> None:
+    def close(self) -> None:
+        self._writers.close()
+        super().close()
+
+    def _look(self) -> _Seen | None:
+        """What lies there, when it is to be read as it lies there."""
         # SQLite goes on with a file that was removed or replaced, and whatever it then commits is lost.
         if _identity(self.path) != self._file:
             raise LedgerUnavailable(f"{self.path}: the file is gone or was replaced")
-        if self._quiet is not None and self._quiet != _signature(self.path):
-            self.pool.close()
-            self._open_pool()
+        if self._seen is not None and self._seen != (now := _Seen.of(self.path)):
+            # Transactions under way keep the pool that they began with.
+            self._seen = now
+            self.pool = self._readers()
+        return None if self._seen is None or self._seen.has_wal else self._seen
 
-    def _open_pool(self) -> None:
-        self._quiet = _signature(self.path) if self.read_only and not _wal(self.path).exists() else None
-        mode = "rw" if not self.read_only else "ro" if self._quiet is None else "ro&immutable=1"
-        self.pool = _Pool(f"{self.path.as_uri()}?mode={mode}", read_only=self.read_only)
+    def _readers(self) -> _Pool:
+        as_it_lies = self._seen is not None and not self._seen.has_wal
+        mode = "ro&immutable=1" if as_it_lies else "ro" if self.read_only else "rw"
+        return _Pool(self.path, mode, pool_size=4)
 
 
 class LedgerDisturbed(LedgerUnavailable):
     """What was read is void; reading it again will do."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What differs once somebody has written, or may be about to."""
+
+    has_wal: bool
+    mtime_ns: int
+    size: int
+
+    @staticmethod
+    def of(path: Path) -> _Seen:
+        # While there is a write-ahead log SQLite itself keeps readers right: then nothing needs to be compared.
+        if path.with_name(path.name + "-wal").exists():
+            return _Seen(has_wal=True, mtime_ns=0, size=0)
+        found = path.stat()
+        return _Seen(has_wal=False, mtime_ns=found.st_mtime_ns, size=found.st_size)
+
+
 class _Pool(SQLiteConnectionPool):
-    def __init__(self, uri: str, *, read_only: bool) -> None:
-        super().__init__(db_name=uri, pool_timeout=BUSY_SECONDS)
-        self._read_only = read_only
+    def __init__(self, path: Path, mode: str, *, pool_size: int) -> None:
+        super().__init__(
+            db_name=f"{path.as_uri()}?mode={mode}", pool_size=pool_size, max_overflow=0, pool_timeout=BUSY_SECONDS
+        )
 
     def _create_connection(self) -> SQLiteConnection:
-        connection = connect(self.db_name)
-        try:
-            connection.execute(f"PRAGMA query_only = {'ON' if self._read_only else 'OFF'}")
-        except sqlite3.Error:
-            connection.close()
-            raise
-        return _Connection(connection, max_age=None)
+        return _Connection(connect(self.db_name), max_age=None)
 
 
 class _Connection(SQLiteConnection):
@@ -134,12 +173,11 @@ def connect(uri: str) -> sqlite3.Connection:
         uri, uri=True, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False, cached_statements=128
     )
     try:
-        connection.executescript("""
-            PRAGMA synchronous = FULL;
-            PRAGMA recursive_triggers = ON;
-            PRAGMA trusted_schema = OFF;
-            PRAGMA journal_size_limit = 67108864;
-        """)
+        if uri.endswith("mode=rw"):
+            # A property of the file, which a restored copy may have lost.
+            connection.execute("PRAGMA journal_mode = WAL").close()
+        for setting in _SETTINGS:
+            connection.execute(setting).close()
     except sqlite3.Error:
         connection.close()
         raise
@@ -152,17 +190,21 @@ def translated(path: Path) -> Generator[None]:
     try:
         yield
     except sqlite3.Error as error:
-        code = getattr(error, "sqlite_errorcode", None)
-        kind = None if code is None else code & 0xFF
-        if kind in _DAMAGE:
-            raise LedgerCorrupt(f"{path}: it is no ledger, or it is damaged ({error})") from error
-        raise LedgerUnavailable(f"{path}: {_WORDS.get(kind or -1, 'SQLite failed')} ({error})") from error
+        raise _translation(path, error) from error
     except ConnectionPoolClosedError as error:
         raise LedgerUnavailable(f"{path}: the ledger was closed") from error
     except ConnectionUnavailableError as error:
         raise LedgerUnavailable(f"{path}: other threads have held it for {BUSY_SECONDS} seconds") from error
     except OSError as error:
         raise LedgerUnavailable(f"{path}: {error.strerror or error}") from error
+
+
+def _translation(path: Path, error: sqlite3.Error) -> LedgerCorrupt | LedgerUnavailable:
+    # Errors of the module itself have no code.
+    code: int = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_MISUSE) & 0xFF
+    if code in _DAMAGE:
+        return LedgerCorrupt(f"{path}: it is no ledger, or it is damaged ({error})")
+    return LedgerUnavailable(f"{path}: {_WORDS.get(code, 'SQLite failed')} ({error})")
 
 
 # ---- the file ---------------------------------------------------------------------------------------------------
@@ -182,16 +224,20 @@ def ensure(path: Path) -> None:
         draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
         os.close(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
         try:
-            with closing(connect(f"{draft.as_uri()}?mode=rw")) as connection:
-                connection.executescript(
-                    f"PRAGMA journal_mode = WAL; BEGIN; PRAGMA application_id = {APPLICATION_ID};"
-                    f"PRAGMA user_version = {SCHEMA_VERSION}; {_schema_sql()} COMMIT;"
-                )
+            _write_schema(draft)
             with suppress(FileExistsError):
                 os.link(draft, path)
         finally:
             draft.unlink()
         _sync_directory(path.parent)
+
+
+def _write_schema(path: Path) -> None:
+    with closing(connect(f"{path.as_uri()}?mode=rw")) as connection:
+        connection.executescript(
+            f"BEGIN; PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {SCHEMA_VERSION};"
+            f"{_schema_sql()} COMMIT;"
+        )
 
 
 def check(path: Path, cursor: SQLiteCursor) -> None:
@@ -212,12 +258,6 @@ def check(path: Path, cursor: SQLiteCursor) -> None:
         raise LedgerCorrupt(f"{path}: its head is event {head}, but its newest is {newest}")
 
 
-def use_wal(path: Path) -> None:
-    """A restored copy may have lost the mode. Raises LedgerUnavailable."""
-    with translated(path), closing(connect(f"{path.as_uri()}?mode=rw")) as connection:
-        connection.execute("PRAGMA journal_mode = WAL")
-
-
 def _pragma(cursor: SQLiteCursor, name: str) -> int:
     cursor.execute(f"PRAGMA {name}")
     (value,) = cursor.fetchone()
@@ -236,22 +276,12 @@ def _schema_objects() -> dict[str, str]:
         return dict(connection.execute("SELECT name, sql FROM sqlite_schema WHERE sql IS NOT NULL"))
 
 
-def _wal(path: Path) -> Path:
-    return path.with_name(path.name + "-wal")
-
-
 def _identity(path: Path) -> tuple[int, int] | None:
     try:
         found = path.stat()
     except FileNotFoundError:
         return None
     return found.st_dev, found.st_ino
-
-
-def _signature(path: Path) -> tuple[int, int, bool]:
-    """What differs once somebody has written, or may be about to."""
-    found = path.stat()
-    return found.st_mtime_ns, found.st_size, _wal(path).exists()
 
 
 def _sync_directory(path: Path) -> None:

@@ -68,7 +68,8 @@ def gpu_class(device_name: str) -> str:
 def probe(library: str | None = None, sys_root: Path = Path("/sys")) -> bool:
     """Whether this machine has an NVIDIA driver, or a card that lacks one: whether to watch NVML when set to `auto`.
 
-    A library without a loaded driver (many images carry one) counts only where the bus shows a card.
+    A library without a loaded driver (many images carry one) counts only where the bus shows a card. To be called
+    before there is an NvmlSource, whose session it would end (nvml_binding).
     """
     binding = NvmlBinding(library)
     try:

@@ -1,0 +1,229 @@
+/* A stand-in for libnvidia-ml.so.1: what NVML answers stands in a file that is read again at each call.
+ *
+ * GPULEDGER_TEST_NVML_STATE names the file. One fact a line, blank-separated; text runs to the end of its line:
+ *
+ *     init CODE          what every call answers, nvmlInit first (9: the driver is not loaded); 0 when left out
+ *     build NUMBER       the library that fits the loaded driver; one compiled with another SHIM_BUILD answers 18
+ *     load NUMBER        counts the driver's loads; a session begun under another one answers 999
+ *     driver VERSION
+ *     card UUID          the lines up to the next card are about this one
+ *       name TEXT, total N, used N, free N
+ *       error CODE, memory_error CODE, process_error CODE     what all its calls, or those, answer
+ *       mig 0|1, ecc COUNT, remap PENDING FAILED              not supported when left out, as on a desktop's card
+ *       process LIST PID BYTES                                compute, graphics or mps; - for bytes that are withheld
+ *
+ * The calls and structures are those of driver 510 and later, as nvml.h documents them.
+ */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#ifndef SHIM_BUILD
+#define SHIM_BUILD 1
+#endif
+
+enum { OK = 0, UNINITIALIZED = 1, INVALID = 2, UNSUPPORTED = 3, NOT_FOUND = 6, TOO_SMALL = 7, NOT_LOADED = 9, MISMATCH = 18, UNKNOWN = 999 };
+enum { MAX_CARDS = 16, MAX_PROCESSES = 64 };
+enum list { COMPUTE, GRAPHICS, MPS };
+
+typedef unsigned long long u64;
+typedef struct { unsigned pid; u64 used; unsigned gpu_instance, compute_instance; } process_info;
+typedef struct { u64 total, free, used; } memory_v1;
+typedef struct { unsigned version; u64 total, reserved, free, used; } memory_v2;
+typedef struct { char legacy[16]; unsigned domain, bus, device, pci_device, pci_subsystem; char id[32]; } pci_info;
+
+typedef struct {
+    char uuid[96], name[96];
+    int error, memory_error, process_error, mig, pending, failed;
+    long long ecc;
+    u64 total, used, free;
+    int process_count;
+    enum list lists[MAX_PROCESSES];
+    process_info processes[MAX_PROCESSES];
+} card;
+
+typedef struct {
+    int init, build, load, card_count;
+    char driver[80];
+    card cards[MAX_CARDS];
+} state;
+
+static int session = -1; /* the driver's load that this session is with; -1 before nvmlInit */
+
+static void read_line(state *all, const char *key, const char *value) {
+    card *one = all->card_count ? &all->cards[all->card_count - 1] : NULL;
+    if (!strcmp(key, "init")) all->init = atoi(value);
+    else if (!strcmp(key, "build")) all->build = atoi(value);
+    else if (!strcmp(key, "load")) all->load = atoi(value);
+    else if (!strcmp(key, "driver")) snprintf(all->driver, sizeof all->driver, "%s", value);
+    else if (!strcmp(key, "card") && all->card_count < MAX_CARDS) {
+        one = &all->cards[all->card_count++];
+        memset(one, 0, sizeof *one);
+        one->mig = one->pending = one->ecc = -1; /* not offered, as on a desktop card */
+        snprintf(one->uuid, sizeof one->uuid, "%s", value);
+    }
+    else if (!one) return;
+    else if (!strcmp(key, "name")) snprintf(one->name, sizeof one->name, "%s", value);
+    else if (!strcmp(key, "error")) one->error = atoi(value);
+    else if (!strcmp(key, "memory_error")) one->memory_error = atoi(value);
+    else if (!strcmp(key, "process_error")) one->process_error = atoi(value);
+    else if (!strcmp(key, "mig")) one->mig = atoi(value);
+    else if (!strcmp(key, "ecc")) one->ecc = atoll(value);
+    else if (!strcmp(key, "remap")) sscanf(value, "%d %d", &one->pending, &one->failed);
+    else if (!strcmp(key, "total")) one->total = strtoull(value, NULL, 10);
+    else if (!strcmp(key, "used")) one->used = strtoull(value, NULL, 10);
+    else if (!strcmp(key, "free")) one->free = strtoull(value, NULL, 10);
+    else if (!strcmp(key, "process") && one->process_count < MAX_PROCESSES) {
+        char list[16], bytes[32];
+        process_info *process = &one->processes[one->process_count];
+        sscanf(value, "%15s %u %31s", list, &process->pid, bytes);
+        process->used = strcmp(bytes, "-") ? strtoull(bytes, NULL, 10) : ~0ULL; /* NVML_VALUE_NOT_AVAILABLE */
+        process->gpu_instance = process->compute_instance = ~0U;
+        one->lists[one->process_count++] = !strcmp(list, "graphics") ? GRAPHICS : !strcmp(list, "mps") ? MPS : COMPUTE;
+    }
+}
+
+static state *now(void) {
+    static state all;
+    char line[256];
+    const char *path = getenv("GPULEDGER_TEST_NVML_STATE");
+    FILE *file = path ? fopen(path, "r") : NULL;
+    memset(&all, 0, sizeof all);
+    if (!file) { all.init = NOT_LOADED; return &all; }
+    while (fgets(line, sizeof line, file)) {
+        char *key = strtok(line, " \n"), *value = strtok(NULL, "\n");
+        if (key) read_line(&all, key, value ? value : "");
+    }
+    fclose(file);
+    return &all;
+}
+
+static int check(const state *all) {
+    if (session < 0) return UNINITIALIZED;
+    if (all->init) return all->init;
+    return all->load == session ? OK : UNKNOWN;
+}
+
+/* A handle is the address of a slot that remembers a UUID: it stays with its card when indices move. */
+static char handles[MAX_CARDS][96];
+
+static char *handle_of(const char *uuid) {
+    int slot = 0;
+    while (slot < MAX_CARDS - 1 && handles[slot][0] && strcmp(handles[slot], uuid)) slot++;
+    snprintf(handles[slot], sizeof handles[slot], "%s", uuid);
+    return handles[slot];
+}
+
+static int find(const char *handle, card **found) {
+    state *all = now();
+    int code = check(all);
+    if (code) return code;
+    for (int i = 0; i < all->card_count; i++)
+        if (!strcmp(all->cards[i].uuid, handle)) { *found = &all->cards[i]; return all->cards[i].error; }
+    return 15; /* the card of this handle is gone */
+}
+
+int nvmlInitWithFlags(unsigned flags) {
+    state *all = now();
+    (void)flags;
+    if (all->init) return all->init;
+    if (all->build && all->build != SHIM_BUILD) return MISMATCH;
+    session = all->load;
+    memset(handles, 0, sizeof handles);
+    return OK;
+}
+int nvmlInit_v2(void) { return nvmlInitWithFlags(0); }
+int nvmlShutdown(void) { int open = session >= 0; session = -1; return open ? OK : UNINITIALIZED; }
+const char *nvmlErrorString(int code) { (void)code; return "an error of the shim"; }
+
+static int text(const char *from, char *to, unsigned size) {
+    return (unsigned)snprintf(to, size, "%s", from) < size ? OK : TOO_SMALL;
+}
+int nvmlSystemGetDriverVersion(char *to, unsigned size) { state *all = now(); int code = check(all); return code ? code : text(all->driver, to, size); }
+int nvmlDeviceGetCount_v2(unsigned *count) { state *all = now(); *count = all->card_count; return check(all); }
+
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, char **handle) {
+    state *all = now();
+    int code = check(all);
+    if (code) return code;
+    if (index >= (unsigned)all->card_count) return INVALID;
+    *handle = handle_of(all->cards[index].uuid);
+    return all->cards[index].error;
+}
+int nvmlDeviceGetHandleByUUID(const char *uuid, char **handle) {
+    card *one;
+    int code = find(uuid, &one);
+    if (code == 15) return NOT_FOUND;
+    *handle = handle_of(uuid);
+    return code;
+}
+int nvmlDeviceGetName(char *handle, char *to, unsigned size) { card *one; int code = find(handle, &one); return code ? code : text(one->name, to, size); }
+int nvmlDeviceGetUUID(char *handle, char *to, unsigned size) { card *one; int code = find(handle, &one); return code ? code : text(one->uuid, to, size); }
+int nvmlDeviceGetPciInfo_v3(char *handle, pci_info *info) {
+    card *one;
+    int code = find(handle, &one);
+    memset(info, 0, sizeof *info);
+    if (!code) snprintf(info->id, sizeof info->id, "00000000:%02X:00.0", (unsigned)(handle - handles[0]) / 96 + 1);
+    return code;
+}
+
+int nvmlDeviceGetMemoryInfo(char *handle, memory_v1 *info) {
+    card *one;
+    int code = find(handle, &one);
+    if (code || (code = one->memory_error)) return code;
+    *info = (memory_v1){one->total, one->free, one->used};
+    return OK;
+}
+int nvmlDeviceGetMemoryInfo_v2(char *handle, memory_v2 *info) {
+    card *one;
+    int code = find(handle, &one);
+    if (code || (code = one->memory_error)) return code;
+    *info = (memory_v2){info->version, one->total, 0, one->free, one->used};
+    return OK;
+}
+
+static int processes(char *handle, enum list list, unsigned *count, process_info *to) {
+    card *one;
+    int code = find(handle, &one);
+    unsigned room = *count;
+    if (code || (code = one->process_error)) return code;
+    *count = 0;
+    for (int i = 0; i < one->process_count; i++)
+        if (one->lists[i] == list && ++*count <= room && to) to[*count - 1] = one->processes[i];
+    return *count > room || (*count && !to) ? TOO_SMALL : OK;
+}
+int nvmlDeviceGetComputeRunningProcesses_v3(char *h, unsigned *n, process_info *to) { return processes(h, COMPUTE, n, to); }
+int nvmlDeviceGetGraphicsRunningProcesses_v3(char *h, unsigned *n, process_info *to) { return processes(h, GRAPHICS, n, to); }
+int nvmlDeviceGetMPSComputeRunningProcesses_v3(char *h, unsigned *n, process_info *to) { return processes(h, MPS, n, to); }
+
+int nvmlDeviceGetMigMode(char *handle, unsigned *current, unsigned *pending) {
+    card *one;
+    int code = find(handle, &one);
+    if (code || one->mig < 0) return code ? code : UNSUPPORTED;
+    *current = *pending = one->mig;
+    return OK;
+}
+int nvmlDeviceGetEccMode(char *handle, unsigned *current, unsigned *pending) {
+    card *one;
+    int code = find(handle, &one);
+    if (code || one->ecc < 0) return code ? code : UNSUPPORTED;
+    *current = *pending = 1;
+    return OK;
+}
+int nvmlDeviceGetTotalEccErrors(char *handle, int type, int counter, u64 *count) {
+    card *one;
+    int code = find(handle, &one);
+    (void)counter;
+    if (code || one->ecc < 0) return code ? code : UNSUPPORTED;
+    *count = type == 1 ? (u64)one->ecc : 0;
+    return OK;
+}
+int nvmlDeviceGetRemappedRows(char *handle, unsigned *corrected, unsigned *uncorrected, unsigned *pending, unsigned *failed) {
+    card *one;
+    int code = find(handle, &one);
+    if (code || one->pending < 0) return code ? code : UNSUPPORTED;
+    *corrected = *uncorrected = 0;
+    *pending = one->pending;
+    *failed = one->failed;
+    return OK;
+}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import stat
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,17 @@ class TestModels:
         assert not (tmp_path / "out").exists()
 
 
+@pytest.fixture
+def quick_minilm(monkeypatch: pytest.MonkeyPatch, minilm_gguf: Path) -> None:
+    """What is prepared around the models is tested without converting 90 MB each time."""
+
+    def copy(out: Path, progress: examples.Progress) -> None:
+        shutil.copy(minilm_gguf, out)
+
+    monkeypatch.setitem(examples.MODELS, "all-minilm-l6-v2.f16.gguf", copy)
+
+
+@pytest.mark.usefixtures("quick_minilm")
 class TestPrepare:
     def test_the_second_time_nothing_is_made(self, tmp_path: Path) -> None:
         first = prepare(tmp_path)

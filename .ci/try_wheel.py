@@ -20,7 +20,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="gpuledger wheel ") as folder:
         place = Path(folder)
         venv.create(place / "venv", with_pip=True)
-        run(place, "venv/bin/python", "-m", "pip", "install", "--quiet", str(wheel))
+        run(place, "venv/bin/python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", str(wheel))
         for name in ("state", "request"):
             (place / f"{name}.json").write_text(json.dumps(case[name]))
         question = ("venv/bin/gpuledger", "plan", "--state", "state.json", "--request", "request.json")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, TypeAlias, TypeVar, cast
 
@@ -82,7 +82,7 @@ def parse_json(text: bytes, where: str = "") -> Json:
     try:
         # A byte order mark is what some editors leave; it says nothing.
         decoded = text.decode("utf-8-sig")
-        value = json.loads(decoded, object_pairs_hook=_object, parse_int=_integer)
+        value = json.loads(decoded, object_pairs_hook=_object, parse_int=integer_of)
     except UnicodeDecodeError as error:
         raise DocumentError.of(where, f"is not UTF-8 text (byte {error.start})") from None
     except json.JSONDecodeError as error:
@@ -100,7 +100,7 @@ def _object(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     return found if len(found) == len(pairs) else RepeatedKeys(pairs)
 
 
-def _integer(digits: str) -> int:
+def integer_of(digits: str) -> int:
     """An integer; one too long for any use stands for its sign and for more than is allowed."""
     if len(digits) <= 20:
         return int(digits)
@@ -149,14 +149,18 @@ def check_policy(policy: Policy, where: str = "policy") -> None:
         raise DocumentError(problems)
 
 
-def judge_case(case: PressureCase) -> dict[str, Json]:
-    """`{"levels": [{"pressure_bp", "level"}, ...]}`, one for each sample (semantics.md 4)."""
-    track, levels = PressureTrack(), list[Json]()
+def judged(case: PressureCase) -> Iterator[tuple[int, PressureTrack]]:
+    """The pressure of each sample, in basis points, and the track after it (semantics.md 4)."""
+    track = PressureTrack()
     for sample in case.samples:
         pressure = pressure_bp(case.policy, case.total_bytes, sample.used_bytes, sample.attributed_managed_bytes)
         track = judge(case.policy, track, pressure, sample.observed_at, sample.received_at)
-        levels.append({"pressure_bp": pressure, "level": track.level.value})
-    return {"levels": levels}
+        yield pressure, track
+
+
+def judge_case(case: PressureCase) -> dict[str, Json]:
+    """`{"levels": [{"pressure_bp", "level"}, ...]}`, one for each sample."""
+    return {"levels": [{"pressure_bp": pressure, "level": track.level.value} for pressure, track in judged(case)]}
 
 
 def state_document(state: State) -> dict[str, Json]:

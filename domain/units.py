@@ -25,8 +25,8 @@ MICROS_PER_MS: Final = 1_000
 MICROS_PER_SECOND: Final = 1_000_000
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
-_INSTANT_PATTERN: Final = r"^\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}\.\d{6}Z$"
-_INSTANT_RE: Final = re.compile(_INSTANT_PATTERN[1:-1], re.ASCII)
+INSTANT_PATTERN: Final = r"^\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}\.\d{6}Z$"
+_INSTANT_RE: Final = re.compile(INSTANT_PATTERN[1:-1], re.ASCII)
 #: A century before the calendar of `datetime` ends: an instant plus the longest durations stays one.
 _INSTANT_END: Final = datetime(9900, 1, 1, tzinfo=UTC)
 #: Ids appear in stream names, labels of metrics and file names: no spaces, quotes, slashes or control characters
@@ -74,7 +74,7 @@ Instant: TypeAlias = Annotated[
     int,
     PlainValidator(_validate_instant),
     PlainSerializer(format_instant, return_type=str),
-    WithJsonSchema({"type": "string", "pattern": _INSTANT_PATTERN, "examples": ["2026-11-30T12:00:00.000000Z"]}),
+    WithJsonSchema({"type": "string", "pattern": INSTANT_PATTERN, "examples": ["2026-11-30T12:00:00.000000Z"]}),
 ]
 """Microseconds since the epoch; RFC 3339 UTC in documents."""
 

@@ -163,5 +163,5 @@ def _reserves_by_itself(resident: Resident, sample: Sample | None) -> bool:
         return True
     if resident.state is ResidentState.FAILED:
         return False
-    unseen = sample is None or resident.last_used_at > sample.observed_at
+    unseen = sample is not None and resident.last_used_at > sample.observed_at
     return resident.running_requests > 0 or unseen

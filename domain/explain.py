@@ -84,7 +84,7 @@ def describe(refusal: Refusal) -> str:
         case Reason.ACCELERATOR_ALLOCATED:
             return f"is allocated to {of['allocated_to']}"
         case Reason.SCHEDULER_STATE_STALE:
-            return f"no usable sample: the last is of {of['observed_at']}"
+            return f"no usable sample: {of.newest_sample()}"
         # 6.3
         case Reason.DEADLINE_CANNOT_BE_MET:
             return f"would start in {of.duration('takes_ms')}, the deadline leaves {of.duration('left_ms')}"
@@ -157,6 +157,12 @@ class _Words:
 
     def needs(self) -> str:
         return f"needs {self.size('needed_bytes')}, {self.size('schedulable_bytes')} schedulable"
+
+    def newest_sample(self) -> str:
+        observed_at = self.figures.get("observed_at")
+        if observed_at is None:
+            return "there is none"
+        return f"the newest is of {observed_at}, at most {self['telemetry_max_age_seconds']} s old counts"
 
     def others(self, name: str) -> str:
         value = self.figures.get(name)

@@ -173,12 +173,13 @@ def _size_or_dash(amount_bytes: int | None) -> str:
 
 def _accounting(title: str, accounting: Accounting) -> Table:
     table = _table(title, "figure", "#size")
+    known = accounting.observed_used_bytes is not None
     for name, amount in (
         ("total", accounting.total_bytes),
         ("observed used", accounting.observed_used_bytes),
         ("attributed to residents", accounting.attributed_managed_bytes),
         ("physical used", accounting.physical_used_bytes),
-        ("external (not ours)", accounting.unmanaged_external_bytes),
+        ("external (not ours)", accounting.unmanaged_external_bytes if known else None),
         ("reserved and not yet used", accounting.future_lease_bytes),
         ("reserve of the policy", accounting.reserve_bytes),
         ("schedulable", accounting.schedulable_bytes),

@@ -14,14 +14,14 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from hashlib import sha256
 from typing import Any, Final, cast
 
 import orjson
 from pydantic import TypeAdapter, ValidationError
-from pydantic_core import PydanticSerializationError, SchemaSerializer, SchemaValidator
+from pydantic_core import SchemaSerializer, SchemaValidator
 
 from gpuledger.domain.events import EVENT_TYPES, Event, NewEvent, Recorded, StreamKind
 from gpuledger.domain.ports import LedgerCorrupt
@@ -102,7 +102,8 @@ def leaf_hash(body: bytes) -> bytes:
 def draft(new: NewEvent) -> Draft:
     """The canonical bytes of an event. Raises EventRefused, which names the path of the offending value.
 
-    What is drafted was read back once: nothing can enter the ledger that would not come out of it.
+    What is drafted was read back once: nothing can enter the ledger that would not come out of it the same. (In a
+    document, JSON has no tuple, set or NaN: these would come back as something else.)
     """
     name = type(new.data).__name__
     entry = EVENT_TYPES.get(name)
@@ -119,6 +120,9 @@ def draft(new: NewEvent) -> Draft:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         raise EventRefused(_path(name, first["loc"]), first["msg"]) from None
+    if event != new.data:
+        field = next(one.name for one in fields(event) if getattr(event, one.name) != getattr(new.data, one.name))
+        raise EventRefused(f"{name}.{field}", "would be read back as another value")
     return Draft(new.stream, name, entry.schema, data, event)
 
 
@@ -185,12 +189,11 @@ class _Codec:
             tree = self.serializer.to_python(event, mode="json", warnings="error")
             _check(tree)
             return orjson.dumps(tree, option=orjson.OPT_SORT_KEYS)
-        except PydanticSerializationError as error:
-            raise EventRefused(self.name, " ".join(str(error).split())) from None
         except _OutsideProfile as error:
             raise EventRefused(_path(self.name, error.path()), error.message) from None
-        except (orjson.JSONEncodeError, RecursionError):
-            raise EventRefused(self.name, "is nested too deeply") from None
+        except (ValueError, orjson.JSONEncodeError, RecursionError) as error:
+            # pydantic's: another type than the field's, no form in JSON, a circle; orjson's and Python's: too deep.
+            raise EventRefused(self.name, " ".join(str(error).split())) from None
 
     def load(self, data: bytes) -> Event:
         return cast("Event", self.validator.validate_json(data, strict=True))

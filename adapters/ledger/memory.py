@@ -32,6 +32,8 @@ class MemoryLedger:
 
     def append(self, batch: Batch, at: int) -> tuple[Recorded, ...]:
         drafts = drafts_of(batch)
+        if not drafts.events:
+            return ()
         with self._lock:
             for stream, version in drafts.expect.items():
                 if self.stream_version(stream) != version:

@@ -89,19 +89,23 @@ def _mapping(arguments: tuple[Any, ...], values: Values) -> Mapping[Any, Any]:
     key, value = arguments
     if value is Any:
         return values.document()
-    if isinstance(key, type) and issubclass(key, Enum):
+    if _is_enum(key):
         return {member: _value(value, values) for member in key}
     return {f"key{number}": _value(value, values) for number in range(values.length())}
 
 
 def _plain(hint: Any, values: Values) -> Any:
-    if isinstance(hint, type) and issubclass(hint, Enum):
+    if _is_enum(hint):
         return values.choice(list(hint))
     if hint is bool:
         return values.choice((True, False))
     if hint is str:
         return values.text()
     return _of_class(hint, values)
+
+
+def _is_enum(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, Enum)
 
 
 class Full:

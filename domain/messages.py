@@ -175,8 +175,8 @@ Effect: TypeAlias = SpawnRuntime | LoadRuntime | StopRuntime | Forward
 class Agenda:
     """Everything that is wanted now.
 
-    `wake_at`: when time alone makes something due. `sample_after`: a sample observed at or after this instant is wanted
-    as soon as that is possible. `sample_interval_ms`: otherwise, this often.
+    `wake_at`: when time alone makes something due. `sample_after`: a sample observed after this instant is wanted as
+    soon as that is possible. `sample_interval_ms`: otherwise, this often.
     """
 
     effects: tuple[Effect, ...]

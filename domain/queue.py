@@ -67,4 +67,4 @@ def _owes_sample(world: World, state: AcceleratorState, now: int) -> bool:
 def _is_behind(state: AcceleratorState) -> bool:
     if state.retired or state.missed is not None or state.released_at is None:
         return False
-    return state.sample is None or state.sample.observed_at < state.released_at
+    return state.sample is None or state.sample.observed_at <= state.released_at

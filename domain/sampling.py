@@ -298,9 +298,9 @@ def _record_materialized(draft: Draft, accelerator_id: str) -> None:
             draft.on_accelerator(accelerator_id, ResidencyMaterialized(resident_id, shown))
 
 
-def fresh_enough(policy: Policy, state: AcceleratorState, not_before: int, now: int) -> bool:
-    """Whether the newest sample was observed at or after an instant, and is fresh at `now` (semantics.md 7)."""
+def fresh_enough(policy: Policy, state: AcceleratorState, after: int, now: int) -> bool:
+    """Whether the newest sample was observed after an instant, and is fresh at `now` (semantics.md 7)."""
     sample = state.sample
-    if sample is None or sample.observed_at < not_before:
+    if sample is None or sample.observed_at <= after:
         return False
     return is_fresh(policy, sample.observed_at, sample.received_at, now)

@@ -404,7 +404,7 @@ def _sample_after(world: World) -> int | None:
             continue
         observed_at = None if state.sample is None else state.sample.observed_at
         fresh_after = wants_fresh_sample(state)
-        if fresh_after is not None and (observed_at is None or observed_at < fresh_after):
+        if fresh_after is not None and (observed_at is None or observed_at <= fresh_after):
             wanted.append(fresh_after)
         if observed_at is not None and any(_half_confirmed(record) for record in state.residents.values()):
             wanted.append(observed_at + milliseconds(AGREEING_SAMPLES_APART_MS))
@@ -431,9 +431,10 @@ def _wake_at(world: World, now: int) -> int | None:
         instants.append(next_change(request))
     pause = seconds(world.policy.max_queue_seconds)
     instants.extend(asked_at + pause for asked_at in world.warmed_at.values())
-    for state in world.accelerators.values():
-        if state.released_at is not None and waiting(world):
-            instants.append(state.released_at + seconds(world.policy.telemetry_max_age_seconds) + 1)
+    if waiting(world):
+        patience = seconds(world.policy.telemetry_max_age_seconds) + 1
+        released = (state.released_at for state in world.accelerators.values())
+        instants.extend(instant + patience for instant in released if instant is not None)
     return min((instant for instant in instants if instant is not None and instant > now), default=None)
 
 

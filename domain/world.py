@@ -336,8 +336,6 @@ def _helps_queue(before: World, after: World, data: Event) -> bool:
             return any(
                 _figures(before, s.accelerator_id) != _figures(after, s.accelerator_id) for s in data.accelerators
             )
-        case RequestQueued():
-            return False  # the one that was just planned; those before it in the claim order do not see it
         case (
             RequestReceived()
             | PlanDecided()

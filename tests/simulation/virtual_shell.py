@@ -360,7 +360,7 @@ class VirtualShell:
             self.at(due, lambda: self._wake() if self._wake_at == due else None)
         wanted = self._sampled_at + agenda.sample_interval_ms * MICROS_PER_MS
         if agenda.sample_after is not None:
-            wanted = min(wanted, max(agenda.sample_after, self._sampled_at + 50 * MICROS_PER_MS))
+            wanted = min(wanted, max(agenda.sample_after + MICROS_PER_MS, self._sampled_at + 50 * MICROS_PER_MS))
         if self._next_sample is None or wanted < self._next_sample:
             self._next_sample = max(wanted, self.now)
             sampled = self._next_sample

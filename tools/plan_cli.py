@@ -79,7 +79,7 @@ def plan(
     if as_json:
         _print_json(decided.document())
     else:
-        console().print(report_of(decided))
+        console().print(report_of(decided.document()))
 
 
 def pressure(

@@ -115,8 +115,8 @@ class Ledger(LedgerReader, Protocol):
     def append(self, batch: Batch, at: int) -> tuple[Recorded, ...]:
         """Append all or nothing, durably. `at` is raised to the newest event's if it lies before it.
 
-        A batch without events appends nothing, whatever it expects. Raises LedgerConflict, LedgerUnavailable; ValueError
-        for a batch that no ledger may take: a stream that is not in `expect`, a value outside the profile.
+        A batch without events appends nothing, whatever it expects. Raises LedgerConflict, LedgerUnavailable, and
+        ValueError for a batch that no ledger may take: a stream that is not in `expect`, a value outside the profile.
         """
         ...
 

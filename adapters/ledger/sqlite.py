@@ -20,7 +20,7 @@ from eventsourcing.persistence import StoredEvent
 from eventsourcing.sqlite import SQLiteApplicationRecorder, SQLiteCursor
 
 from gpuledger.domain.events import Recorded
-from gpuledger.domain.ports import Batch, Leaf, LedgerConflict, LedgerCorrupt, LedgerUnavailable, Snapshot
+from gpuledger.domain.ports import Batch, Leaf, LedgerConflict, LedgerCorrupt, Snapshot
 
 from .batches import Drafts, Placed, drafts_of
 from .mapper import LeafMapper, StoredLeaf
@@ -59,8 +59,6 @@ class SqliteLedger:
         return self._reading(self._recorder.max_notification_id) or 0
 
     def append(self, batch: Batch, at: int) -> tuple[Recorded, ...]:
-        if self._datastore.read_only:
-            raise LedgerUnavailable(f"{self.path}: it was opened for reading")
         drafts = drafts_of(batch)
         if not drafts.events:
             return ()

@@ -79,6 +79,8 @@ class LedgerDatastore(SQLiteDatastore):
 
     @contextmanager
     def transaction(self, *, commit: bool) -> Generator[SQLiteCursor]:
+        if commit and self.read_only:
+            raise LedgerUnavailable(f"{self.path}: it was opened for reading")
         with translated(self.path):
             seen = self._look()
             pool = self._writers if commit else self.pool

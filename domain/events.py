@@ -137,6 +137,8 @@ class SchedulerStopped:
 @register(StreamKind.POLICY)
 @dataclass(frozen=True, slots=True)
 class PolicyRevised:
+    """A whole policy, from the next decision on."""
+
     __pydantic_config__ = DOCUMENT
 
     policy: Policy
@@ -173,6 +175,8 @@ class NodeDrainStarted:
 @register(StreamKind.ACCELERATOR)
 @dataclass(frozen=True, slots=True)
 class AcceleratorRegistered:
+    """A memory domain was seen for the first time, or again after it was retired."""
+
     __pydantic_config__ = DOCUMENT
 
     accelerator_id: AcceleratorId
@@ -213,6 +217,8 @@ class AcceleratorRetired:
 @register(StreamKind.ACCELERATOR)
 @dataclass(frozen=True, slots=True)
 class AcceleratorHealthChanged:
+    """No work goes to an accelerator that is not HEALTHY (semantics.md 6.2)."""
+
     __pydantic_config__ = DOCUMENT
 
     accelerator_id: AcceleratorId
@@ -268,6 +274,8 @@ class LeaseGranted:
 @register(StreamKind.ACCELERATOR)
 @dataclass(frozen=True, slots=True)
 class LeaseRenewed:
+    """Its holder is still there."""
+
     __pydantic_config__ = DOCUMENT
 
     lease_id: LeaseId
@@ -328,6 +336,8 @@ class LeaseReleased:
 @register(StreamKind.ACCELERATOR)
 @dataclass(frozen=True, slots=True)
 class LeaseExpired:
+    """LEASE_TIMEOUT: its holder was not heard of for as long as a lease lives."""
+
     __pydantic_config__ = DOCUMENT
 
     lease_id: LeaseId
@@ -406,6 +416,8 @@ class ResidentDrainStarted:
 
 
 class EvictionCause(StrEnum):
+    """Why a resident is unloaded."""
+
     PLAN = "plan"
     TTL = "ttl"
     ON_DEMAND = "on_demand"
@@ -420,6 +432,8 @@ class EvictionCause(StrEnum):
 @register(StreamKind.ACCELERATOR)
 @dataclass(frozen=True, slots=True)
 class EvictionStarted:
+    """A resident is leaving; what it holds stays attributed until the device shows it free."""
+
     __pydantic_config__ = DOCUMENT
 
     resident_id: ResidentId
@@ -569,6 +583,8 @@ class DeploymentSpec:
 @register(StreamKind.DEPLOYMENT)
 @dataclass(frozen=True, slots=True)
 class DeploymentRegistered:
+    """A deployment was declared."""
+
     __pydantic_config__ = DOCUMENT
 
     spec: DeploymentSpec
@@ -578,6 +594,8 @@ class DeploymentRegistered:
 @register(StreamKind.DEPLOYMENT)
 @dataclass(frozen=True, slots=True)
 class DeploymentRevised:
+    """What is declared of it changed; envelopes of its old configuration count no more."""
+
     __pydantic_config__ = DOCUMENT
 
     spec: DeploymentSpec
@@ -587,6 +605,8 @@ class DeploymentRevised:
 @register(StreamKind.DEPLOYMENT)
 @dataclass(frozen=True, slots=True)
 class DeploymentRetired:
+    """It is declared no more."""
+
     __pydantic_config__ = DOCUMENT
 
     deployment_id: DeploymentId
@@ -638,6 +658,8 @@ class ClientRegistered:
 @register(StreamKind.CLIENT)
 @dataclass(frozen=True, slots=True)
 class ClientRevised:
+    """What a client is bound to changed."""
+
     __pydantic_config__ = DOCUMENT
 
     client_id: ClientId
@@ -650,6 +672,8 @@ class ClientRevised:
 @register(StreamKind.CLIENT)
 @dataclass(frozen=True, slots=True)
 class ClientRevoked:
+    """A client is declared no more."""
+
     __pydantic_config__ = DOCUMENT
 
     client_id: ClientId

@@ -7,6 +7,8 @@ from typing import Final, assert_never
 
 
 class Failure(StrEnum):
+    """What went wrong. Capacity refusals are among them and are counted apart (`CAPACITY_FAILURES`)."""
+
     MODEL_LOAD_FAILED = "MODEL_LOAD_FAILED"
     RUNTIME_CRASH = "RUNTIME_CRASH"
     HEALTHCHECK_FAILED = "HEALTHCHECK_FAILED"
@@ -29,6 +31,8 @@ class Failure(StrEnum):
 
 
 class Owner(StrEnum):
+    """The part of the system that detects a failure and answers for it."""
+
     RUNTIME_ADAPTER = "runtime adapter"
     SCHEDULER = "scheduler"
     GATEWAY = "gateway"

@@ -373,6 +373,7 @@ def _drained(draft: Draft, state: AcceleratorState, record: ResidentRecord) -> b
 
 
 def drain_deadline(policy: Policy, started_at: int) -> int:
+    """When a runtime that never reports idle is stopped all the same."""
     return started_at + seconds(policy.lease_ttl_seconds)
 
 

@@ -43,6 +43,8 @@ class Kind(StrEnum):
 
 
 class Health(StrEnum):
+    """What the device says of itself; anything but HEALTHY takes no work."""
+
     HEALTHY = "HEALTHY"
     DEGRADED = "DEGRADED"
     FAILED = "FAILED"
@@ -58,6 +60,8 @@ class Attribution(StrEnum):
 
 
 class ResidencyPolicy(StrEnum):
+    """How long a model stays when nothing uses it (semantics.md 7)."""
+
     ALWAYS_WARM = "always_warm"
     KEEP_WARM = "keep_warm"
     LOAD_ON_DEMAND = "load_on_demand"
@@ -66,6 +70,8 @@ class ResidencyPolicy(StrEnum):
 
 
 class ResidentState(StrEnum):
+    """Where a resident is between its load and its end; every state is attributed (semantics.md 2)."""
+
     LOADING = "LOADING"
     READY = "READY"
     SLEEPING = "SLEEPING"
@@ -103,6 +109,8 @@ class Fabric:
 
 @dataclass(frozen=True, slots=True)
 class Node:
+    """A machine with accelerators, and whether it takes work."""
+
     __pydantic_config__ = DOCUMENT
 
     node_id: NodeId
@@ -136,6 +144,8 @@ class Envelope:
 
 @dataclass(frozen=True, slots=True)
 class Residency:
+    """A residency policy and the keep-warm time that goes with it."""
+
     __pydantic_config__ = DOCUMENT
 
     policy: ResidencyPolicy = ResidencyPolicy.KEEP_WARM
@@ -248,6 +258,8 @@ class WaitingFor:
 
 @dataclass(frozen=True, slots=True)
 class QueuedRequest:
+    """A request that waits, and the one place that is held for it."""
+
     __pydantic_config__ = DOCUMENT
 
     request_id: RequestId

@@ -141,6 +141,7 @@ class AcceleratorState:
 
 
 def register(event: AcceleratorRegistered) -> AcceleratorState:
+    """A device as it was first seen."""
     return AcceleratorState(
         accelerator=Accelerator(
             accelerator_id=event.accelerator_id,
@@ -320,6 +321,7 @@ def _joined(record: ResidentRecord, event: LeaseGranted) -> ResidentRecord:
 
 
 def more_important(one: Priority | None, other: Priority) -> Priority:
+    """The more important of two classes."""
     return other if one is None or other.outranks(one) else one
 
 

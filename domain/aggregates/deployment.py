@@ -26,6 +26,8 @@ class MeasuredEnvelope:
 
 @dataclass(frozen=True, slots=True)
 class DeploymentState:
+    """What is declared, and what was measured, newest first."""
+
     spec: DeploymentSpec
     measured: tuple[MeasuredEnvelope, ...] = ()
     retired: bool = False
@@ -40,6 +42,7 @@ class DeploymentState:
 
 
 def register(event: DeploymentRegistered) -> DeploymentState:
+    """A deployment as it was first declared."""
     return DeploymentState(spec=event.spec)
 
 

@@ -58,6 +58,7 @@ class RequestState:
 
 
 def receive(event: RequestReceived) -> RequestState:
+    """A request as it arrived: to be planned."""
     return RequestState(
         question=PlanRequest(
             request_id=event.request_id,

@@ -12,7 +12,7 @@ import typer
 
 from gpuledger.domain.document_problems import DocumentError
 
-from . import plan_cli
+from . import ledger_cli, plan_cli, replay_cli
 
 app = typer.Typer(
     help="A scheduler for the memory of GPUs, with a ledger that proves its decisions.",
@@ -23,6 +23,8 @@ app = typer.Typer(
 )
 
 plan_cli.register(app)
+ledger_cli.register(app)
+replay_cli.register(app)
 
 BAD_INPUT = 2
 

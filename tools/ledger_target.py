@@ -1,0 +1,147 @@
+"""TARGET of a command that asks a ledger: a configuration, a ledger, or an export of one, opened for reading.
+
+Whatever is wrong with it is one line on standard error and exit status 2.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Generator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final, NoReturn
+
+import typer
+
+from gpuledger.adapters.ledger.export import open_target
+from gpuledger.adapters.ledger.lock import holder
+from gpuledger.adapters.ledger.sqlite import SqliteLedger
+from gpuledger.domain.document_problems import DocumentError
+from gpuledger.domain.ports import LedgerCorrupt, LedgerReader, LedgerUnavailable, Snapshot
+from gpuledger.domain.world import World
+
+from .plan_report import printable
+from .reading import read_document
+from .snapshots import load_world
+
+BAD_INPUT: Final = 2
+#: Whoever read our output has gone, as `head` does.
+READER_GONE: Final = 1
+
+#: Where a configuration is looked for when none is named.
+USUAL_CONFIGS: Final = (Path("gpuledger.yaml"), Path("var/gpuledger.yaml"))
+_CONFIG_SUFFIXES: Final = frozenset({".yaml", ".yml"})
+
+TargetArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="[TARGET]", help="A gpuledger.yaml, a ledger file, or an export.", show_default=False),
+]
+ConfigOption = Annotated[
+    str | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        help="The configuration whose ledger is meant; without it ./gpuledger.yaml, then var/gpuledger.yaml.",
+        show_default=False,
+    ),
+]
+
+
+class TargetError(Exception):
+    """TARGET, or what is asked of it, cannot be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A ledger that was found and opened."""
+
+    path: Path
+    reader: LedgerReader
+
+    @property
+    def is_export(self) -> bool:
+        """An export is nobody's live ledger."""
+        return not isinstance(self.reader, SqliteLedger)
+
+    def scheduler_pid(self) -> int | None:
+        """The process of the scheduler that drives this ledger now. Raises LedgerUnavailable."""
+        return None if self.is_export else holder(self.path)
+
+    def world(self) -> World:
+        """The state at the head, by way of a snapshot where there is one. Raises LedgerUnavailable, LedgerCorrupt."""
+        return load_world(self.reader, self.snapshot())
+
+    def snapshot(self) -> Snapshot | None:
+        """A state that a scheduler folded and kept beside its ledger. Raises LedgerUnavailable, LedgerCorrupt."""
+        return self.reader.load_snapshot() if isinstance(self.reader, SqliteLedger) else None
+
+
+@contextmanager
+def opened(target: str | None, config: str | None = None) -> Generator[Target]:
+    """The ledger that is meant, for as long as the block runs; what is wrong with it ends the command."""
+    with bad_input_ends():
+        path = ledger_path(target, config)
+        with closing(_open(path)) as reader:
+            yield Target(path, reader)
+
+
+def _open(path: Path) -> LedgerReader:
+    try:
+        return open_target(path)
+    except LedgerCorrupt as error:
+        if error.seq == 1:
+            raise TargetError(f"{path}: is neither a ledger nor an export of one ({error.reason})") from None
+        raise
+
+
+@contextmanager
+def bad_input_ends() -> Generator[None]:
+    """What cannot be used is told in a line, and is exit status 2."""
+    try:
+        yield
+    except (DocumentError, LedgerCorrupt, LedgerUnavailable, TargetError) as error:
+        told = error.reason if isinstance(error, LedgerCorrupt) and error.seq is None else str(error)
+        end(told)
+    except BrokenPipeError:
+        # The interpreter would try to flush what nobody takes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(READER_GONE) from None
+
+
+def end(message: str, status: int = BAD_INPUT) -> NoReturn:
+    """Say why in a line, and leave."""
+    typer.echo("\n".join(printable(line) for line in message.splitlines()), err=True)
+    raise typer.Exit(status)
+
+
+def ledger_path(target: str | None, config: str | None = None) -> Path:
+    """The file of the ledger that is meant. Raises TargetError, and DocumentError for a configuration."""
+    named = target or config
+    path = _usual_config() if named is None else Path(named)
+    if path.is_dir():
+        raise TargetError(f"{path}: is a directory, and neither a ledger nor a configuration")
+    if path.suffix in _CONFIG_SUFFIXES or target is None:
+        return _ledger_of(path)
+    return path
+
+
+def _usual_config() -> Path:
+    found = next((path for path in USUAL_CONFIGS if path.exists()), None)
+    if found is None:
+        looked = " or ".join(str(path) for path in USUAL_CONFIGS)
+        raise TargetError(f"no TARGET was named, and there is no {looked} here")
+    return found
+
+
+def _ledger_of(config: Path) -> Path:
+    """The ledger that a configuration names. The rest of it may be wrong: the ledger can be asked all the same."""
+    document = read_document(str(config), "config")
+    named = document.get("ledger") if isinstance(document, dict) else None
+    if not isinstance(named, str) or not named:
+        raise DocumentError.of("config.ledger", f"{config} does not name a ledger")
+    ledger = config.absolute().parent / Path(named).expanduser()
+    if not ledger.exists():
+        raise TargetError(f"{ledger}: there is no ledger yet; {config} names it, and `gpuledger serve` makes it")
+    return ledger

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from gpuledger.domain.events import Recorded
 from gpuledger.domain.ports import Batch
+from gpuledger.domain.units import format_instant, parse_instant
 
 from .codec import Draft, draft
 
@@ -32,6 +33,7 @@ class Drafts:
     """A batch in bytes. `expect` being what it says, the versions of its events are known before the store is asked."""
 
     expect: Mapping[str, int]
+    at: int
     events: tuple[tuple[Draft, int], ...]
 
     def place(self, first_seq: int, at: int) -> tuple[Placed, ...]:
@@ -42,8 +44,9 @@ class Drafts:
         )
 
 
-def drafts_of(batch: Batch) -> Drafts:
-    """Raises ValueError for a batch that no ledger may take: a stream not in `expect`, a value outside the profile."""
+def drafts_of(batch: Batch, at: int) -> Drafts:
+    """Raises ValueError for what no ledger may take: a stream not in `expect`, a value or an instant out of bounds."""
+    _check_instant(at)
     versions = dict(batch.expect)
     for stream, version in versions.items():
         if version < 0:
@@ -54,4 +57,11 @@ def drafts_of(batch: Batch) -> Drafts:
             raise ValueError(f"stream {event.stream} is written but not in expect")
         versions[event.stream] += 1
         events.append((draft(event), versions[event.stream]))
-    return Drafts(batch.expect, tuple(events))
+    return Drafts(batch.expect, at, tuple(events))
+
+
+def _check_instant(at: int) -> None:
+    try:
+        parse_instant(format_instant(at))
+    except (ValueError, OverflowError):
+        raise ValueError(f"{at} microseconds are no instant of a ledger") from None

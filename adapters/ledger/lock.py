@@ -15,6 +15,8 @@ from typing import Final, Self
 
 from gpuledger.domain.ports import LedgerUnavailable
 
+from .sqlite_file import make_folder, translated
+
 # `holder` takes the lock for some microseconds to see that nobody has it, and whoever has just taken it has not yet
 # written its pid: in both cases another look helps.
 _LOOKS: Final = 20
@@ -30,7 +32,7 @@ class LedgerInUse(Exception):
 
 
 class LedgerLock:
-    """The lock of the ledger at `path`, which need not exist yet; the folder must."""
+    """The lock of the ledger at `path`, which need not exist yet, nor need its folder."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).absolute()
@@ -38,6 +40,8 @@ class LedgerLock:
 
     def acquire(self) -> None:
         """Raises LedgerInUse, LedgerUnavailable."""
+        with translated(self.path):
+            make_folder(self.path)
         descriptor = _open(self.path, os.O_RDWR | os.O_CREAT)
         try:
             if not any(_take(descriptor, fcntl.LOCK_EX) for _ in _looks()):
@@ -88,10 +92,8 @@ def _lock_file(ledger: Path) -> Path:
 
 
 def _open(ledger: Path, flags: int) -> int:
-    try:
+    with translated(_lock_file(ledger)):
         return os.open(_lock_file(ledger), flags | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise LedgerUnavailable(f"{_lock_file(ledger)}: {error.strerror}") from error
 
 
 def _take(descriptor: int, mode: int) -> bool:

@@ -25,20 +25,20 @@ class MemoryLedger:
         self._at = 0
         self._seqs_of_stream: defaultdict[str, list[int]] = defaultdict(list)
         self._seqs_of_type: defaultdict[str, list[int]] = defaultdict(list)
-        self._snapshots: dict[int, Snapshot] = {}
+        self._snapshots: list[Snapshot] = []
 
     def head(self) -> int:
         return len(self._leaves)
 
     def append(self, batch: Batch, at: int) -> tuple[Recorded, ...]:
-        drafts = drafts_of(batch)
+        drafts = drafts_of(batch, at)
         if not drafts.events:
             return ()
         with self._lock:
             for stream, version in drafts.expect.items():
                 if self.stream_version(stream) != version:
                     raise LedgerConflict(stream)
-            placed = drafts.place(len(self._leaves) + 1, max(at, self._at))
+            placed = drafts.place(len(self._leaves) + 1, max(drafts.at, self._at))
             for one in placed:
                 self._keep(one)
         return tuple(one.recorded for one in placed)
@@ -63,19 +63,18 @@ class MemoryLedger:
 
     def save_snapshot(self, snapshot: Snapshot) -> None:
         with self._lock:
-            self._snapshots[snapshot.seq] = snapshot
-            for seq in sorted(self._snapshots)[:-_SNAPSHOTS_KEPT]:
-                del self._snapshots[seq]
+            fitting = [one for one in self._snapshots if one.seq != snapshot.seq and self._fits(one)]
+            self._snapshots = sorted([*fitting, snapshot], key=lambda one: one.seq)[-_SNAPSHOTS_KEPT:]
 
     def load_snapshot(self) -> Snapshot | None:
-        with self._lock:
-            for seq in sorted(self._snapshots, reverse=True):
-                if 0 < seq <= self.head() and self._snapshots[seq].leaf_hash == leaf_hash(self._leaves[seq - 1]):
-                    return self._snapshots[seq]
-        return None
+        return next(filter(self._fits, reversed(self._snapshots)), None)
 
     def close(self) -> None:
         """Nothing is held."""
+
+    def _fits(self, snapshot: Snapshot) -> bool:
+        seq = snapshot.seq
+        return 0 < seq <= len(self._leaves) and leaf_hash(self._leaves[seq - 1]) == snapshot.leaf_hash
 
     def _keep(self, one: Placed) -> None:
         event = one.recorded

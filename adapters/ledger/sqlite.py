@@ -59,10 +59,10 @@ class SqliteLedger:
         return self._reading(self._recorder.max_notification_id) or 0
 
     def append(self, batch: Batch, at: int) -> tuple[Recorded, ...]:
-        drafts = drafts_of(batch)
+        drafts = drafts_of(batch, at)
         if not drafts.events:
             return ()
-        return tuple(placed.recorded for placed in self._recorder.append(drafts, at, self._mapper))
+        return tuple(placed.recorded for placed in self._recorder.append(drafts, self._mapper))
 
     def stream_version(self, stream: str) -> int:
         return self._reading(self._recorder.stream_version, stream)
@@ -127,10 +127,10 @@ class LedgerRecorder(SQLiteApplicationRecorder):
         with self.datastore.transaction(commit=False) as c:
             check(path, c)
 
-    def append(self, drafts: Drafts, at: int, mapper: LeafMapper) -> tuple[Placed, ...]:
+    def append(self, drafts: Drafts, mapper: LeafMapper) -> tuple[Placed, ...]:
         """In one transaction: take the next places, check the conditions, insert. Raises LedgerConflict."""
         with self.datastore.transaction(commit=True) as c:
-            first_seq, at = self._advance_head(c, len(drafts.events), at)
+            first_seq, at = self._advance_head(c, len(drafts.events), drafts.at)
             for stream, version in drafts.expect.items():
                 if self._stream_version(c, stream) != version:
                     raise LedgerConflict(stream)
@@ -174,7 +174,8 @@ class LedgerRecorder(SQLiteApplicationRecorder):
                 (snapshot.seq, snapshot.schema, snapshot.leaf_hash, snapshot.body, digest),
             )
             c.execute(
-                "DELETE FROM snapshots WHERE seq NOT IN (SELECT seq FROM snapshots ORDER BY seq DESC LIMIT ?)",
+                "DELETE FROM snapshots WHERE seq NOT IN (SELECT seq FROM snapshots"
+                " JOIN stored_events USING (seq, leaf_hash) ORDER BY seq DESC LIMIT ?)",
                 (_SNAPSHOTS_KEPT,),
             )
 

@@ -26,6 +26,8 @@ BUSY_SECONDS: Final = 10
 
 APPLICATION_ID: Final = int.from_bytes(b"gpul")
 SCHEMA_VERSION: Final = 1
+#: The first with STRICT tables.
+OLDEST_SQLITE: Final = (3, 37, 0)
 
 _SETTINGS: Final = (
     # A commit is on the disk before it is answered. (NORMAL would lose the newest ones with the power.)
@@ -71,10 +73,10 @@ class LedgerDatastore(SQLiteDatastore):
         super().__init__(str(path), originator_id_type="text")
         self.path = path
         self.read_only = read_only
+        self._writers = _Pool(path, "rw", pool_size=1)
         with translated(path):
             self._file = _identity(path)
             self._seen = _Seen.of(path) if read_only else None
-        self._writers = _Pool(path, "rw", pool_size=1)
         self.pool = self._readers()
 
     @contextmanager
@@ -129,7 +131,7 @@ class _Seen:
     @staticmethod
     def of(path: Path) -> _Seen:
         # While there is a write-ahead log SQLite itself keeps readers right: then nothing needs to be compared.
-        if path.with_name(path.name + "-wal").exists():
+        if _wal(path).exists():
             return _Seen(has_wal=True, mtime_ns=0, size=0)
         found = path.stat()
         return _Seen(has_wal=False, mtime_ns=found.st_mtime_ns, size=found.st_size)
@@ -165,7 +167,7 @@ class _Connection(SQLiteConnection):
         try:
             self._sqlite_conn.rollback()
         except sqlite3.Error:
-            # What state it is in is unknown, as after a failed fsync: the pool forgets closed connections.
+            # It is in no known state: the pool forgets connections that are closed.
             self.close()
 
 
@@ -213,16 +215,20 @@ def _translation(path: Path, error: sqlite3.Error) -> LedgerCorrupt | LedgerUnav
 
 
 def ensure(path: Path) -> None:
-    """Make an empty ledger at `path` if nothing is there. Raises LedgerUnavailable.
+    """Make an empty ledger at `path` if nothing is there. Raises LedgerUnavailable, LedgerCorrupt.
 
     It is made under another name and linked into place: there is never half a ledger, and of two processes that make
     one at the same time, one finds the other's.
     """
+    if sqlite3.sqlite_version_info < OLDEST_SQLITE:
+        raise LedgerUnavailable(f"{path}: SQLite 3.37 or newer is needed; this Python has {sqlite3.sqlite_version}")
     with translated(path):
         if path.exists():
             return
-        for parent in reversed([parent for parent in path.parents if not parent.exists()]):
-            parent.mkdir(mode=0o700, exist_ok=True)
+        if _wal(path).exists():
+            # SQLite would play it into whatever file comes to lie beside it.
+            raise LedgerCorrupt(f"{path}: the file is gone, but its newest events are still in {_wal(path).name}")
+        make_folder(path)
         draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
         os.close(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
         try:
@@ -232,6 +238,13 @@ def ensure(path: Path) -> None:
         finally:
             draft.unlink()
         _sync_directory(path.parent)
+
+
+def make_folder(path: Path) -> None:
+    """The folders that `path` lies in, each for their owner only. Raises OSError."""
+    for parent in reversed([parent for parent in path.parents if not parent.exists()]):
+        # `parents=True` would give the mode to the last one alone.
+        parent.mkdir(mode=0o700, exist_ok=True)
 
 
 def _write_schema(path: Path) -> None:
@@ -276,6 +289,10 @@ def _schema_objects() -> dict[str, str]:
     with closing(sqlite3.connect(":memory:")) as connection:
         connection.executescript(_schema_sql())
         return dict(connection.execute("SELECT name, sql FROM sqlite_schema WHERE sql IS NOT NULL"))
+
+
+def _wal(path: Path) -> Path:
+    return path.with_name(path.name + "-wal")
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

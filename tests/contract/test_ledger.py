@@ -162,6 +162,12 @@ class TestAppend:
         with pytest.raises(ValueError, match=GPU_0):
             ledger.append(wrong, AT)
 
+    @pytest.mark.parametrize("at", [-1, parse_instant("9899-12-31T23:59:59.999999Z") + 1, 2**63, -(2**80)])
+    def test_an_instant_that_nobody_could_read_is_a_mistake(self, ledger: Ledger, at: int) -> None:
+        with pytest.raises(ValueError, match="no instant of a ledger"):
+            ledger.append(batch((GPU_0, RENEWED), GPU_0=0), at)
+        assert ledger.head() == 0
+
     def test_a_batch_is_appended_whole_or_not_at_all(self, ledger: Ledger) -> None:
         with pytest.raises(EventRefused, match=r"LeaseRenewed\.lease_id"):
             ledger.append(batch((GPU_0, EXPIRED), (GPU_0, LeaseRenewed("no id", AT)), GPU_0=0), AT)
@@ -288,10 +294,13 @@ class TestSnapshots:
         ledger.save_snapshot(Snapshot(5, "state/1", b"\0" * 32, b"state"))
         assert ledger.load_snapshot() == self.of(ledger, 3)
 
-    def test_one_beyond_the_head_is_passed_over(self, ledger: Ledger) -> None:
+    def test_one_beyond_the_head_is_passed_over_and_displaces_none(self, ledger: Ledger) -> None:
         filled(ledger)
-        ledger.save_snapshot(Snapshot(70, "state/1", b"\0" * 32, b"state"))
+        for seq in (70, 71, 72):
+            ledger.save_snapshot(Snapshot(seq, "state/1", b"\0" * 32, b"state"))
         assert ledger.load_snapshot() is None
+        ledger.save_snapshot(self.of(ledger, 3))
+        assert ledger.load_snapshot() == self.of(ledger, 3)
 
     def test_it_is_there_when_the_ledger_is_opened_again(self, open_ledger: Open, ledger: Ledger) -> None:
         filled(ledger)

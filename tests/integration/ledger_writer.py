@@ -1,4 +1,7 @@
-"""A process that appends to a ledger, for tests of several at once: `PATH STREAM COUNT`. Says each `seq` it got."""
+"""A process that appends to a ledger, for tests of several at once: `PATH STREAM COUNT`.
+
+It says `ready`, waits for a line, and then says each `seq` that it was given.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from gpuledger.domain.ports import Batch, LedgerConflict
 
 
 def main(path: str, stream: str, count: int) -> None:
+    print("ready", flush=True)
+    sys.stdin.readline()
     ledger = SqliteLedger(path)
     for number in range(count):
         event = NewEvent(stream, LeaseRenewed(f"lease-{number}", number))

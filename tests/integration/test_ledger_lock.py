@@ -121,9 +121,15 @@ def test_only_its_owner_reads_it(path: Path) -> None:
         assert (path.parent / "ledger.db.lock").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(LedgerUnavailable, match="No such file"):
-        LedgerLock(tmp_path / "no" / "ledger.db").acquire()
+def test_its_folder_is_made(tmp_path: Path) -> None:
+    with LedgerLock(tmp_path / "state" / "ledger.db"):
+        assert (tmp_path / "state").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_folder_that_cannot_be_made(path: Path) -> None:
+    path.touch()
+    with pytest.raises(LedgerUnavailable):
+        LedgerLock(path / "ledger.db").acquire()
 
 
 def test_it_does_not_touch_the_ledger(path: Path) -> None:

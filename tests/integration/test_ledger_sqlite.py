@@ -57,9 +57,26 @@ def foreign(path: Path, *statements: str) -> None:
             connection.execute(statement)
 
 
-def writer(path: Path, stream: str, count: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.integration.ledger_writer", str(path), stream, str(count)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def writers(path: Path, *streams: str, count: int) -> list[subprocess.Popen[str]]:
+    """Processes that all begin to append when the last of them is ready."""
+    command = [sys.executable, "-m", "tests.integration.ledger_writer", str(path)]
+    pipe = subprocess.PIPE
+    processes = [
+        subprocess.Popen([*command, stream, str(count)], cwd=ROOT, text=True, stdin=pipe, stdout=pipe, stderr=pipe)
+        for stream in streams
+    ]
+    for process in processes:
+        assert said(process) == "ready"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    return processes
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
 
 
 def check_whole(path: Path) -> int:
@@ -104,8 +121,8 @@ class TestFile:
         assert found == ["wal", 2, 1, 0]
 
     def test_processes_that_make_it_at_once_make_one(self, path: Path) -> None:
-        writers = [writer(path, f"accelerator:GPU-{number}", 3) for number in range(4)]
-        assert [(process.communicate(timeout=60)[1], process.returncode) for process in writers] == [("", 0)] * 4
+        made = writers(path, *(f"accelerator:GPU-{number}" for number in range(4)), count=3)
+        assert [(process.communicate(timeout=60)[1], process.returncode) for process in made] == [("", 0)] * 4
         assert check_whole(path) == 24
         assert os.listdir(path.parent) == [path.name]
 
@@ -121,13 +138,22 @@ class TestFile:
     @pytest.mark.parametrize("replaced", [False, True])
     def test_a_file_that_is_gone_is_not_written_on(self, ledger: SqliteLedger, replaced: bool) -> None:
         append(ledger)
-        ledger.path.rename(ledger.path.with_name("moved.db"))
         if replaced:
-            SqliteLedger(ledger.path).close()
+            foreign(ledger.path, f"VACUUM INTO '{ledger.path}.copy'")
+            ledger.path.with_name("ledger.db.copy").replace(ledger.path)
+        else:
+            ledger.path.unlink()
         with pytest.raises(LedgerUnavailable, match="is gone or was replaced"):
             append(ledger)
         with pytest.raises(LedgerUnavailable, match="is gone or was replaced"):
             ledger.read()
+
+    def test_a_log_that_lost_its_file_is_not_played_into_a_new_one(self, ledger: SqliteLedger) -> None:
+        append(ledger)
+        ledger.path.unlink()
+        with pytest.raises(LedgerCorrupt, match=r"the file is gone, .* still in ledger\.db-wal"):
+            SqliteLedger(ledger.path)
+        assert not ledger.path.exists()
 
     def test_after_its_end(self, path: Path) -> None:
         ledger = SqliteLedger(path)
@@ -163,6 +189,11 @@ class TestNoLedger:
     def test_a_folder(self, tmp_path: Path) -> None:
         with pytest.raises(LedgerUnavailable, match="cannot be opened"):
             SqliteLedger(tmp_path)
+
+    def test_an_old_sqlite(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sqlite_file, "OLDEST_SQLITE", (99, 0, 0))
+        with pytest.raises(LedgerUnavailable, match="or newer is needed"):
+            SqliteLedger(path)
 
     def test_one_of_a_newer_release(self, ledger: SqliteLedger) -> None:
         foreign(ledger.path, "PRAGMA user_version = 2")
@@ -311,20 +342,20 @@ class TestForged:
 class TestProcesses:
     def test_two_append_at_once(self, path: Path) -> None:
         """Who waits is never told "database is locked" (ledger.md: 153 of 200 were, when reading before writing)."""
-        writers = [writer(path, STREAM, 200) for _ in range(2)]
-        seqs: list[int] = []
-        for process in writers:
+        seqs: list[list[int]] = []
+        for process in writers(path, STREAM, STREAM, count=200):
             out, err = process.communicate(timeout=120)
             assert (err, process.returncode) == ("", 0)
-            seqs += map(int, out.split())
-        assert sorted(seqs) == list(range(2, 802, 2)), "pairs that were appended together stay together"
+            seqs.append([int(seq) for seq in out.split()])
+        assert min(seqs[0]) < max(seqs[1])
+        assert min(seqs[1]) < max(seqs[0]), "they met"
+        assert sorted(seqs[0] + seqs[1]) == list(range(2, 802, 2)), "pairs that were appended together stay together"
         assert check_whole(path) == 800
 
     @pytest.mark.parametrize("after", [1, 40])
     def test_a_killed_one_leaves_what_it_was_promised(self, path: Path, after: int) -> None:
-        process = writer(path, STREAM, 100_000)
-        assert process.stdout is not None
-        seqs = [int(process.stdout.readline()) for _ in range(after)]
+        (process,) = writers(path, STREAM, count=100_000)
+        seqs = [int(said(process)) for _ in range(after)]
         process.send_signal(signal.SIGKILL)
         rest, _ = process.communicate(timeout=60)
         promised = [*seqs, *map(int, rest.splitlines())][-1]
@@ -505,9 +536,8 @@ class TestReadOnly:
             assert len(reader.read()) == 5
 
     def test_it_reads_what_a_killed_writer_left(self, path: Path) -> None:
-        process = writer(path, STREAM, 100_000)
-        assert process.stdout is not None
-        promised = int(process.stdout.readline())
+        (process,) = writers(path, STREAM, count=100_000)
+        promised = int(said(process))
         process.kill()
         process.communicate(timeout=60)
         assert (path.with_name(path.name + "-wal")).exists()

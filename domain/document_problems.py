@@ -75,13 +75,17 @@ _PLAIN_KEY: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,79}")
 def problems_of(error: ValidationError, root: object, where: str) -> Iterator[Problem]:
     """What pydantic found while it read a `root`, in our words."""
     for detail in error.errors(include_url=False):
-        steps, message = detail["loc"], _message(detail, root)
-        # Pydantic's mark for the key of a mapping, as against its value.
-        yield Problem(at(where, *(steps[:-1] if steps[-1:] == ("[key]",) else steps)), message)
+        steps = detail["loc"][:-1] if _is_about_a_key(detail) else detail["loc"]
+        yield Problem(at(where, *steps), _message(detail, root))
+
+
+def _is_about_a_key(detail: ErrorDetails) -> bool:
+    """Pydantic marks the key of a mapping, as against its value, by one more step."""
+    return detail["type"] == "enum" and detail["loc"][-1:] == ("[key]",)
 
 
 def _message(detail: ErrorDetails, root: object) -> str:
-    if detail["loc"][-1:] == ("[key]",):
+    if _is_about_a_key(detail):
         return f"unknown key: must be {_expected(detail)}"
     if detail["type"] == "unexpected_keyword_argument":
         *above, key = detail["loc"]

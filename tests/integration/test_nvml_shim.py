@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from gpuledger.adapters import procfs
 from gpuledger.adapters.telemetry import processes
 from gpuledger.adapters.telemetry.node import NodeTelemetry
 from gpuledger.adapters.telemetry.nvml import NvmlSource, probe
@@ -22,9 +21,9 @@ from gpuledger.domain.ports import (
     ManagedProcess,
     ManagedReading,
     NodeReading,
-    ProcessIdentity,
 )
 from gpuledger.domain.state import Health, Kind
+from tests.children import identity_of, read_line, running, sleeping, with_worker
 from tests.shim import GIB, NvmlShim, ShimCard, ShimProcess
 
 ONE = ShimCard("GPU-00000000-0000-0000-0000-00000000000a", used_bytes=3 * GIB)
@@ -82,21 +81,14 @@ def bench(shim: NvmlShim) -> Iterator[Bench]:
 
 
 @pytest.fixture
-def child() -> Iterator[subprocess.Popen[bytes]]:
-    """A resident's process: in a group of its own, as runtimes are started."""
-    with subprocess.Popen(["sleep", "600"], start_new_session=True) as process:
+def child() -> Iterator[subprocess.Popen[str]]:
+    """A resident's process."""
+    with running(*sleeping()) as process:
         yield process
-        process.kill()
 
 
-def identity(pid: int) -> ProcessIdentity:
-    found = procfs.identity(pid)
-    assert found is not None
-    return found
-
-
-def managed(pid: int, uuid: str = A, resident_id: str = "res-1") -> ManagedProcess:
-    return ManagedProcess(resident_id, uuid, identity(pid))
+def managed(pid: int, uuid: str = A) -> ManagedProcess:
+    return ManagedProcess("res-1", uuid, identity_of(pid))
 
 
 def faults(sample: NodeReading) -> set[tuple[str | None, str, Health | None]]:
@@ -214,7 +206,7 @@ def test_a_card_that_cannot_be_scheduled_says_why(bench: Bench, card: ShimCard, 
 # ---- whose memory it is -----------------------------------------------------------------------------------------
 
 
-def test_bytes_of_a_resident_and_of_others(bench: Bench, child: subprocess.Popen[bytes]) -> None:
+def test_bytes_of_a_resident_and_of_others(bench: Bench, child: subprocess.Popen[str]) -> None:
     bench.shim.set([replace(ONE, processes=(ShimProcess(child.pid, 2 * GIB), ShimProcess(NOBODY, GIB)))])
 
     reading = bench.reading([managed(child.pid)])
@@ -225,21 +217,16 @@ def test_bytes_of_a_resident_and_of_others(bench: Bench, child: subprocess.Popen
 
 def test_the_whole_tree_counts(bench: Bench) -> None:
     """A runtime's workers hold the memory; one whose parent died is still in the runtime's group."""
-    script = "sleep 600 & (sleep 600 & echo $!; exec >&-) ; echo $!; wait"
-    with subprocess.Popen(["sh", "-c", script], start_new_session=True, stdout=subprocess.PIPE, text=True) as root:
-        assert root.stdout is not None
-        reparented, direct = int(root.stdout.readline()), int(root.stdout.readline())
-        try:
-            listed = (ShimProcess(root.pid, 1), ShimProcess(direct, 20), ShimProcess(reparented, 300))
-            bench.shim.set([replace(ONE, processes=listed)])
-            reading = bench.reading([managed(root.pid)])
-        finally:
-            os.killpg(root.pid, 9)
+    with running("sh", "-c", "sleep 600 & echo $!; (sleep 600 & echo $!); wait") as root:
+        direct, reparented = int(read_line(root)), int(read_line(root))
+        listed = (ShimProcess(root.pid, 1), ShimProcess(direct, 20), ShimProcess(reparented, 300))
+        bench.shim.set([replace(ONE, processes=listed)])
+        reading = bench.reading([managed(root.pid)])
     assert reading.managed == (ManagedReading("res-1", alive=True, used_bytes=321),)
     assert reading.foreign_processes == 0
 
 
-def test_a_process_in_several_lists_counts_once(bench: Bench, child: subprocess.Popen[bytes]) -> None:
+def test_a_process_in_several_lists_counts_once(bench: Bench, child: subprocess.Popen[str]) -> None:
     lists = tuple(
         ShimProcess(child.pid, 100 + extra, kind) for extra, kind in enumerate(("compute", "graphics", "mps"))
     )
@@ -256,13 +243,17 @@ def test_a_desktop_is_no_foreign_compute_process(bench: Bench) -> None:
 @pytest.mark.parametrize(("host_pids", "used_bytes"), [(True, 0), (False, None)])
 def test_a_resident_that_is_not_listed_holds_nothing_unless_pids_mean_nothing_here(
     bench: Bench,
-    child: subprocess.Popen[bytes],
+    child: subprocess.Popen[str],
     monkeypatch: pytest.MonkeyPatch,
     host_pids: bool,
     used_bytes: int | None,
 ) -> None:
     """In a container NVML lists ids of the machine."""
-    monkeypatch.setattr(processes, "sees_host_pids", lambda root: host_pids)
+
+    def sees_host_pids(root: Path) -> bool:
+        return host_pids
+
+    monkeypatch.setattr(processes, "sees_host_pids", sees_host_pids)
     bench.shim.set([replace(ONE, processes=(ShimProcess(NOBODY, GIB),))])
     assert bench.reading([managed(child.pid)]).managed == (ManagedReading("res-1", alive=True, used_bytes=used_bytes),)
 
@@ -278,26 +269,22 @@ UNREADABLE: dict[str, Callable[[int], ShimCard]] = {
 
 @pytest.mark.parametrize("card_with", UNREADABLE.values(), ids=UNREADABLE.keys())
 def test_bytes_that_cannot_be_read_are_unknown_not_zero(
-    bench: Bench, child: subprocess.Popen[bytes], card_with: Callable[[int], ShimCard]
+    bench: Bench, child: subprocess.Popen[str], card_with: Callable[[int], ShimCard]
 ) -> None:
     bench.shim.set([card_with(child.pid)])
     assert bench.reading([managed(child.pid)]).managed == (ManagedReading("res-1", alive=True, used_bytes=None),)
 
 
 def test_one_unreadable_member_makes_the_tree_unknown(bench: Bench) -> None:
-    with subprocess.Popen(
-        ["sh", "-c", "sleep 600 & echo $!; wait"], start_new_session=True, stdout=subprocess.PIPE, text=True
-    ) as root:
-        assert root.stdout is not None
-        worker = int(root.stdout.readline())
+    with running(*with_worker()) as root:
+        worker = int(read_line(root))
         bench.shim.set([replace(ONE, processes=(ShimProcess(root.pid, GIB), ShimProcess(worker, None)))])
         reading = bench.reading([managed(root.pid)])
-        os.killpg(root.pid, 9)
     assert reading.managed[0].used_bytes is None
 
 
-def test_a_reused_pid_is_a_stranger(bench: Bench, child: subprocess.Popen[bytes]) -> None:
-    earlier = replace(identity(child.pid), start_ticks=1)
+def test_a_reused_pid_is_a_stranger(bench: Bench, child: subprocess.Popen[str]) -> None:
+    earlier = replace(identity_of(child.pid), start_ticks=1)
     bench.shim.set([replace(ONE, processes=(ShimProcess(child.pid, GIB),))])
 
     reading = bench.reading([ManagedProcess("res-1", A, earlier)])
@@ -308,18 +295,14 @@ def test_a_reused_pid_is_a_stranger(bench: Bench, child: subprocess.Popen[bytes]
 
 def test_a_dead_resident_keeps_what_the_driver_has_not_taken_back(bench: Bench) -> None:
     """Its worker has ended too; both stay listed for some milliseconds, and are nobody else's."""
-    with subprocess.Popen(
-        ["sh", "-c", "sleep 600 & echo $!; wait"], start_new_session=True, stdout=subprocess.PIPE, text=True
-    ) as root:
-        assert root.stdout is not None
-        worker = int(root.stdout.readline())
+    with running(*with_worker()) as root:
+        worker = int(read_line(root))
         resident = managed(root.pid)
         listed = replace(ONE, processes=(ShimProcess(root.pid, 1), ShimProcess(worker, 20)))
         bench.shim.set([listed])
         assert bench.reading([resident]).managed == (ManagedReading("res-1", alive=True, used_bytes=21),)
-        ended = os.pidfd_open(worker)
-        os.killpg(root.pid, 9)
-    wait_until_gone(ended)
+        worker_end = os.pidfd_open(worker)
+    wait_for(worker_end)
 
     reading = bench.reading([resident])
     assert reading.managed == (ManagedReading("res-1", alive=False, used_bytes=21),)
@@ -329,17 +312,15 @@ def test_a_dead_resident_keeps_what_the_driver_has_not_taken_back(bench: Bench) 
     assert bench.reading([resident]).managed == (ManagedReading("res-1", alive=False, used_bytes=0),)
 
 
-def wait_until_gone(pidfd: int) -> None:
-    """Until the process has ended; a zombie has."""
+def wait_for(pidfd: int) -> None:
+    """Until the process has ended, if only as a zombie that nobody has looked at."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     poll.poll()
     os.close(pidfd)
 
 
-def test_a_resident_is_read_on_its_own_card_and_a_stranger_on_none(
-    bench: Bench, child: subprocess.Popen[bytes]
-) -> None:
+def test_a_resident_is_read_on_its_own_card_and_a_stranger_on_none(bench: Bench, child: subprocess.Popen[str]) -> None:
     bench.shim.set([replace(one, processes=(ShimProcess(child.pid, GIB),)) for one in (ONE, OTHER)])
 
     first, second = bench.sample([managed(child.pid, uuid=B)]).accelerators

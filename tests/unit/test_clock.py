@@ -1,0 +1,75 @@
+"""The ledger's clock: anchored once, never backwards, and honest about how far the wall clock has gone."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from gpuledger.adapters.clock import LedgerClock
+from gpuledger.domain.ports import Clock
+from gpuledger.domain.units import MICROS_PER_SECOND, seconds
+
+NOON = 1_796_040_000 * MICROS_PER_SECOND
+"""2026-11-30T12:00:00Z."""
+
+
+class Machine:
+    """A wall clock that anybody can set and a monotonic one that nobody can."""
+
+    def __init__(self, wall: int = NOON) -> None:
+        self.wall = wall
+        self.uptime = seconds(1_000)
+
+    def passes(self, micros: int) -> None:
+        self.wall += micros
+        self.uptime += micros
+
+    def clock(self, newest_at: int = 0) -> LedgerClock:
+        return LedgerClock(newest_at, wall_ns=lambda: self.wall * 1_000, monotonic_ns=lambda: self.uptime * 1_000)
+
+
+@pytest.fixture
+def machine() -> Machine:
+    return Machine()
+
+
+def test_an_empty_ledger_starts_at_the_wall_clock(machine: Machine) -> None:
+    assert machine.clock().now() == NOON
+
+
+def test_time_passes_as_the_monotonic_clock_does(machine: Machine) -> None:
+    clock = machine.clock()
+    machine.passes(seconds(5) + 1)
+    assert clock.now() == NOON + seconds(5) + 1
+    assert clock.skew() == 0
+
+
+@pytest.mark.parametrize("step", [seconds(3_600), -seconds(3_600)])
+def test_a_step_of_the_wall_clock_moves_no_instant_and_shows_as_skew(machine: Machine, step: int) -> None:
+    clock = machine.clock()
+    machine.wall += step
+    machine.passes(seconds(1))
+    assert clock.now() == NOON + seconds(1)
+    assert clock.skew() == step
+
+
+def test_a_ledger_from_the_future_is_gone_on_with(machine: Machine) -> None:
+    """The wall clock was ahead when its newest event was written, and is right now."""
+    clock = machine.clock(newest_at=NOON + seconds(60))
+    assert clock.now() == NOON + seconds(60)
+    machine.passes(seconds(1))
+    assert clock.now() == NOON + seconds(61)
+    assert clock.skew() == -seconds(60)
+
+
+def test_an_older_ledger_does_not_hold_the_clock_back(machine: Machine) -> None:
+    assert machine.clock(newest_at=NOON - seconds(60)).now() == NOON
+
+
+def test_the_real_clock_is_the_wall_clock_and_does_not_run_backwards() -> None:
+    before = time.time_ns() // 1_000
+    clock: Clock = LedgerClock()
+    instants = [clock.now() for _ in range(1_000)]
+    assert instants == sorted(instants)
+    assert instants[0] >= before - 1_000

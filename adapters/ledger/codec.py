@@ -66,15 +66,7 @@ class Draft:
 
     def leaf(self, seq: int, version: int, at: int) -> bytes:
         """The leaf of this event at its place."""
-        return b'{"at":"%b","data":%b,"schema":%d,"seq":%d,"stream":"%b","type":"%b","version":%d}' % (
-            format_instant(at).encode(),
-            self.data,
-            self.schema,
-            seq,
-            self.stream.encode(),
-            self.type.encode(),
-            version,
-        )
+        return _splice(at, self.data, self.schema, seq, self.stream, self.type, version)
 
     def recorded(self, seq: int, version: int, at: int) -> Recorded:
         """The event at its place."""
@@ -93,10 +85,26 @@ class Envelope:
     type: str
     version: int
 
+    def leaf(self, data: bytes) -> bytes:
+        """The leaf with this envelope."""
+        return _splice(self.at, data, self.schema, self.seq, self.stream, self.type, self.version)
+
 
 def leaf_hash(body: bytes) -> bytes:
     """The hash of a Merkle tree's leaf (RFC 6962, 2.1)."""
     return sha256(b"\x00" + body).digest()
+
+
+def _splice(at: int, data: bytes, schema: int, seq: int, stream: str, name: str, version: int) -> bytes:
+    return b'{"at":"%b","data":%b,"schema":%d,"seq":%d,"stream":"%b","type":"%b","version":%d}' % (
+        format_instant(at).encode(),
+        data,
+        schema,
+        seq,
+        stream.encode(),
+        name.encode(),
+        version,
+    )
 
 
 def draft(new: NewEvent) -> Draft:
@@ -162,8 +170,8 @@ def decode(body: bytes, seq: int | None = None, *, exact: bool = False) -> Recor
     codec = _codec(envelope.type)
     try:
         event = codec.load(envelope.data)
-        if exact and codec.dump(event) != envelope.data:
-            raise LedgerCorrupt("its data is not in canonical form", envelope.seq)
+        if exact and envelope.leaf(codec.dump(event)) != body:
+            raise LedgerCorrupt("is not in canonical form", envelope.seq)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         raise LedgerCorrupt(f"{_path(envelope.type, first['loc'])}: {first['msg']}", envelope.seq) from None

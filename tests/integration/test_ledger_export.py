@@ -123,7 +123,7 @@ class TestDamaged:
         path.write_bytes(edited(3, LINES[2].replace(*change)))
         ledger = ExportedLedger(path)
         assert len(ledger.read(0, 2)) == 2
-        with pytest.raises(LedgerCorrupt, match=f"line 3 of {path}: its data is not in canonical form"):
+        with pytest.raises(LedgerCorrupt, match=f"line 3 of {path}: is not in canonical form"):
             ledger.read()
 
     def test_a_file_that_shrinks_while_it_is_read(self, path: Path) -> None:

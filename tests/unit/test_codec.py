@@ -276,7 +276,7 @@ class TestRefusedWhenRead:
     @pytest.mark.parametrize("leaf", ONLY_EXACT.values(), ids=ONLY_EXACT.keys())
     def test_exactly_when_asked(self, leaf: bytes) -> None:
         assert decode(leaf, 42) == RENEWED, "for leaves of ours their hash says it"
-        with pytest.raises(LedgerCorrupt, match="event 42: its data is not in canonical form"):
+        with pytest.raises(LedgerCorrupt, match="event 42: is not in canonical form"):
             decode(leaf, 42, exact=True)
 
     def test_exactly_a_default_that_was_left_out(self) -> None:

@@ -37,7 +37,7 @@ class Owned:
 
 @dataclass(frozen=True, slots=True)
 class Forest:
-    """The trees of all residents of a node at one moment.
+    """The trees of all residents of a node at one moment. None is within another: residents are siblings.
 
     `host_pids`: whether ids that a driver reports and ids of this table mean the same (`procfs.sees_host_pids`).
     """

@@ -60,7 +60,8 @@ class Artifacts:
         return Artifact(together.hexdigest(), sum(part.size_bytes for part in parts))
 
     def _inspect_file(self, path: Path) -> Artifact:
-        with path.open("rb", buffering=0) as file:
+        # Not to be held up by a pipe that nobody writes to.
+        with open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             version = _version(file.fileno())
             with self._lock:
                 known = self._hashes.get(version)

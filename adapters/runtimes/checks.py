@@ -19,6 +19,8 @@ from gpuledger.domain.ports import Endpoint, RuntimeFault
 
 from .config import RuntimeConfig, Task
 
+#: The detail of a fault when the connection failed: as it does when the process is about to end.
+NO_ANSWER: Final = "no_answer"
 _OK: Final = 200
 _FIRST_POLL_SECONDS: Final = 0.005
 _LAST_POLL_SECONDS: Final = 0.1
@@ -99,7 +101,7 @@ async def _post(http: httpx.AsyncClient, endpoint: Endpoint, path: str, document
             endpoint.base_url + path, json=document, headers=_authorization(endpoint), timeout=None
         )
     except httpx.TransportError as error:
-        raise RuntimeFault(Failure.HEALTHCHECK_FAILED, "no_answer", repr(error).encode()) from error
+        raise RuntimeFault(Failure.HEALTHCHECK_FAILED, NO_ANSWER, repr(error).encode()) from error
     if answer.status_code != _OK:
         raise RuntimeFault(Failure.HEALTHCHECK_FAILED, f"http_status_{answer.status_code}", answer.content)
     return answer.content

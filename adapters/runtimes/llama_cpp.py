@@ -43,6 +43,7 @@ _COMPLAINTS: Final = (
     (re.compile(rb"out of memory|failed to allocate|unable to allocate|bad_alloc"), Failure.GPU_OOM, "out_of_memory"),
     (re.compile(rb"corrupted or incomplete|invalid magic"), Failure.MODEL_LOAD_FAILED, "model_corrupt"),
     (re.compile(rb"unknown model architecture"), Failure.MODEL_LOAD_FAILED, "model_not_supported"),
+    (re.compile(rb"invalid device"), Failure.MODEL_LOAD_FAILED, "device_missing"),
     (re.compile(rb"couldn't bind"), Failure.MODEL_LOAD_FAILED, "port_in_use"),
 )
 

@@ -235,7 +235,7 @@ class RuntimeManager:
         ended = asyncio.create_task(resident.child.wait())
         try:
             await asyncio.wait((checked, ended), return_when=asyncio.FIRST_COMPLETED)
-            if checked.done() and checked.exception() is not None:
+            if checked.done() and _lost_connection(checked.exception()):
                 # A crash closes the connection before it ends the process; it is the better explanation.
                 await asyncio.wait((ended,), timeout=_CRASH_SHOWS_SECONDS)
             if ended.done():
@@ -275,6 +275,10 @@ def _engine(config: RuntimeConfig, artifacts: Artifacts) -> Engine:
 
 def _kind(accelerator_id: str) -> Kind:
     return Kind.GPU if _CUDA_DEVICE.fullmatch(accelerator_id) else Kind.HOST
+
+
+def _lost_connection(error: BaseException | None) -> bool:
+    return isinstance(error, RuntimeFault) and error.detail == checks.NO_ANSWER
 
 
 def _is_marked(process: ProcessIdentity) -> bool:

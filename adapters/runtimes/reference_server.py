@@ -21,7 +21,7 @@ import signal
 import struct
 import sys
 import time
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeGuard
@@ -166,10 +166,13 @@ class Model:
         norm = math.sqrt(sum(value * value for value in values))
         return [value / norm for value in values]
 
-    def words(self, prompt: str, count: int) -> list[str]:
-        if self._broken:
-            return [""] * count
-        return [WORDS[byte % len(WORDS)] + " " for byte in hashlib.shake_256(prompt.encode()).digest(count)]
+    def words(self, prompt: str, count: int) -> Iterator[str]:
+        block = b""
+        for index in range(count):
+            place = index % hashlib.sha256().digest_size
+            if place == 0:
+                block = hashlib.sha256(f"{index} {prompt}".encode()).digest()
+            yield "" if self._broken else WORDS[block[place] % len(WORDS)] + " "
 
 
 class Server:

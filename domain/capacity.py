@@ -7,7 +7,7 @@ decides and with None when the next rule is to be asked.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from .accounting import account, reservations
@@ -21,11 +21,10 @@ from .eviction import (
     occupants_of,
     put_to_sleep,
     unload,
-    unload_when_drained,
 )
 from .policy import Pressure, Priority
 from .reasons import Reason, Verdict
-from .state import Attribution, QueuedRequest, ResidencyPolicy, Resident, ResidentState, WaitingFor
+from .state import Attribution, QueuedRequest, ResidencyPolicy, Resident, ResidentState
 from .units import MICROS_PER_MS, ResidentId, format_instant, milliseconds, seconds
 from .view import View
 
@@ -257,7 +256,7 @@ def _start_is_held(case: Case) -> Ruling | None:
     pair, request = case.pair, case.pair.question.request
     if case.start is Start.WARM:
         return None
-    until = _backoff_until(pair)
+    until = backoff_until(pair)
     if until is not None:
         return _queue(pair, Reason.LOAD_BACKOFF, {"until": format_instant(until)})
     pressed = pair.pressure in (Pressure.ELEVATED, Pressure.HIGH)
@@ -270,7 +269,7 @@ def _start_is_held(case: Case) -> Ruling | None:
     return None
 
 
-def _backoff_until(pair: Pair) -> int | None:
+def backoff_until(pair: Pair) -> int | None:
     """The end of the deployment's back-off on this accelerator, while it lasts."""
     for backoff in pair.deployment.backoff:
         if backoff.accelerator_id == pair.accelerator.accelerator_id and backoff.until > pair.view.now:
@@ -370,7 +369,7 @@ def _fits_after_evictions(case: Case) -> Ruling | None:
     if pair.serving_elsewhere:
         return None  # A further replica never evicts.
     required = [unload(occupant) for occupant in case.required]
-    optional = _ways(case)
+    optional = ways_of(case)
     ceiling = sum(ways[-1].gain_bytes for ways in optional) + sum(way.gain_bytes for way in required)
     if ceiling < case.missing_bytes() or (case.full_house and not optional and not required):
         return None
@@ -391,16 +390,17 @@ def unloading_suffices(case: Case) -> bool:
     return case.missing_bytes() <= gain and _too_late_after(pair, takes_ms) is None
 
 
-def _ways(case: Case) -> list[list[Eviction]]:
+def ways_of(case: Case) -> list[list[Eviction]]:
     """The ways to evict each evictable resident that is not required anyway; the one that gains most last."""
     found: list[list[Eviction]] = []
-    for occupant in _not_required(case, (Standing.EVICTABLE,)):
+    for occupant in not_required(case, (Standing.EVICTABLE,)):
         sleep = put_to_sleep(occupant)
         found.append([unload(occupant)] if sleep is None else [sleep, unload(occupant)])
     return found
 
 
-def _not_required(case: Case, standings: tuple[Standing, ...]) -> list[Occupant]:
+def not_required(case: Case, standings: tuple[Standing, ...]) -> list[Occupant]:
+    """Occupants of these standings that do not have to go anyway."""
     required = {occupant.resident.resident_id for occupant in case.required}
     return [o for o in case.occupants if o.standing in standings and o.resident.resident_id not in required]
 
@@ -428,78 +428,6 @@ def _would_fit_without(case: Case, standings: tuple[Standing, ...]) -> bool:
         return False
     freed = sum(occupant.resident.attributed_bytes for occupant in gone)
     return case.missing_bytes_without_reservations() <= freed
-
-
-# What a queued candidate waits for (6.5).
-
-
-def waiting_for(pair: Pair, requirement_bytes: int, reason: Reason) -> WaitingFor:
-    """The place that is held for a candidate that was queued for `reason`, and what has to go there first."""
-    before_4 = reason is Reason.RESIDENT_DRAINING
-    case = case_of(pair, requirement_bytes)
-    resident_ids, not_before = _waited_for(case, reason)
-    return WaitingFor(
-        accelerator_id=pair.accelerator.accelerator_id,
-        deployment_id=pair.deployment.deployment_id,
-        reason=reason,
-        needed_bytes=requirement_bytes if before_4 else case.needed_bytes,
-        resident_ids=resident_ids,
-        not_before=not_before,
-    )
-
-
-def _waited_for(case: Case, reason: Reason) -> tuple[tuple[ResidentId, ...], int | None]:
-    """Which residents, and until when a protection or a back-off lasts in any case."""
-    match reason:
-        case Reason.LOAD_BACKOFF:
-            return (), _backoff_until(case.pair)
-        case Reason.RESIDENT_DRAINING:
-            return _ids([case.pair.own] if case.pair.own is not None else []), None
-        case Reason.RESIDENCY_CONFLICT:
-            return _ids([occupant.resident for occupant in case.forced]), None
-        case Reason.WAITING_FOR_DRAIN:
-            if unloading_suffices(case):
-                leaving = [occupant.resident for occupant in case.occupants]
-                return _ids([r for r in leaving if r.state is ResidentState.UNLOADING]), None
-            return _best_to_wait_for(case, (Standing.DRAINABLE,)), None
-        case Reason.RESIDENCY_PROTECTED:
-            found = _best_to_wait_for(case, (Standing.DRAINABLE, Standing.PROTECTED))
-            ends = [o.protected_until or 0 for o in case.occupants if o.resident.resident_id in found]
-            return found, max(ends, default=0) or None
-        case _:
-            return (), None
-
-
-def _ids(residents: Sequence[Resident]) -> tuple[ResidentId, ...]:
-    return tuple(sorted(resident.resident_id for resident in residents))
-
-
-def _best_to_wait_for(case: Case, standings: tuple[Standing, ...]) -> tuple[ResidentId, ...]:
-    """The best set of 6.4 if residents of these standings counted as evictable too, unloaded when they are idle.
-
-    Where other reservations leave no room for any set, they are disregarded as in rule 12: they end.
-    """
-    required = [
-        unload(occupant) if occupant.standing is Standing.EVICTABLE else unload_when_drained(occupant)
-        for occupant in case.required
-    ]
-    waits = [[unload_when_drained(occupant)] for occupant in _not_required(case, standings)]
-    optional = sorted(_ways(case) + waits, key=lambda ways: ways[0].resident_id)
-    best = best_set(required, optional, case.missing_bytes(), with_unload=case.full_house)
-    if best is None:
-        bare = [[_without_release(way) for way in ways] for ways in optional]
-        best = best_set(
-            [_without_release(way) for way in required],
-            bare,
-            case.missing_bytes_without_reservations(),
-            with_unload=case.full_house,
-        )
-    evictions = best.evictions if best is not None else tuple(required)
-    return tuple(sorted(eviction.resident_id for eviction in evictions))
-
-
-def _without_release(way: Eviction) -> Eviction:
-    return replace(way, released_bytes=0)
 
 
 # Rulings.

@@ -15,7 +15,7 @@ import orjson
 
 from .accounting import Accounting, account
 from .candidates import Candidate, Pair, Question, Refusal, Start
-from .capacity import capacity_stage, waiting_for
+from .capacity import capacity_stage
 from .eviction import Eviction
 from .explain import explain
 from .feasibility import health_stage, pair_of, policy_stage, serving_at
@@ -25,6 +25,7 @@ from .reasons import Reason, Verdict
 from .state import Deployment, PlanRequest, Resident, State, WaitingFor
 from .units import AcceleratorId, DeploymentId, NodeId, ResidentId, format_instant
 from .view import View, view_of
+from .waiting import waiting_for
 
 #: Raised with every change of what a plan says: replay runs the version that a plan names (ledger.md, Replay).
 PLANNER_VERSION: Final = "gpuledger-planner/1"

@@ -1,0 +1,1 @@
+"""The door: an OpenAI-compatible gateway in front of the scheduler, health and metrics."""

@@ -1,0 +1,92 @@
+"""What a runtime answers, on its way to the client: named by its capability, its usage noted, nothing kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+import orjson
+
+from gpuledger.domain.documents import Json
+
+#: A line of a stream that is longer passes as it is: it is not one of a runtime that speaks this protocol.
+MAX_LINE_BYTES: Final = 1024 * 1024
+_DATA: Final = b"data:"
+_DONE: Final = b"[DONE]"
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens as the runtime counted them; None where it did not say."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+    def note(self, document: dict[str, Json]) -> None:
+        usage = document.get("usage")
+        if isinstance(usage, dict):
+            self.prompt_tokens = _count(usage.get("prompt_tokens"), self.prompt_tokens)
+            self.completion_tokens = _count(usage.get("completion_tokens"), self.completion_tokens)
+
+
+def _count(value: Json, before: int | None) -> int | None:
+    return value if type(value) is int and 0 <= value < 2**53 else before
+
+
+def named(body: bytes, capability: str, usage: Usage) -> bytes:
+    """A whole answer under the name that the client asked for."""
+    try:
+        document: Json = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return body
+    if not isinstance(document, dict):
+        return body
+    usage.note(document)
+    if document.get("model", capability) == capability:
+        return body
+    return orjson.dumps({**document, "model": capability})
+
+
+@dataclass(slots=True)
+class EventStream:
+    """Server-sent events line by line: each passes as soon as it is whole, since no client can use half of one."""
+
+    capability: str
+    usage: Usage
+    _rest: bytearray = field(default_factory=bytearray)
+
+    def feed(self, chunk: bytes) -> bytes:
+        """What can go to the client after this chunk."""
+        self._rest += chunk
+        end = self._rest.rfind(b"\n") + 1
+        if end == 0 and len(self._rest) <= MAX_LINE_BYTES:
+            return b""
+        whole = bytes(self._rest[: end or len(self._rest)])
+        del self._rest[: len(whole)]
+        return b"".join(self._line(line) for line in whole.splitlines(keepends=True))
+
+    def finish(self) -> bytes:
+        """What is left when the runtime has ended its stream."""
+        rest = self._line(bytes(self._rest))
+        self._rest.clear()
+        return rest
+
+    def _line(self, line: bytes) -> bytes:
+        if not line.startswith(_DATA):
+            return line
+        payload = line[len(_DATA) :].strip()
+        if payload == _DONE or len(payload) > MAX_LINE_BYTES:
+            return line
+        answer = named(payload, self.capability, self.usage)
+        if answer is payload:
+            return line
+        return b"data: " + answer + line[len(line.rstrip(b"\r\n")) :]
+
+
+def complaint(body: bytes) -> str:
+    """What a runtime says is wrong with a request."""
+    try:
+        told = orjson.loads(body)["error"]["message"]
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        told = None
+    return told if isinstance(told, str) else "the runtime refused the request"

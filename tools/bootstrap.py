@@ -1,0 +1,178 @@
+"""The only place where ports meet adapters (architecture.md)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Final
+
+from gpuledger.adapters.clock import LedgerClock
+from gpuledger.adapters.http.auth import Client, Clients
+from gpuledger.adapters.ledger.sqlite import SqliteLedger
+from gpuledger.adapters.runtimes.config import RuntimeConfig
+from gpuledger.adapters.runtimes.manager import RuntimeManager
+from gpuledger.adapters.telemetry.host import HostSource
+from gpuledger.adapters.telemetry.node import NodeTelemetry
+from gpuledger.adapters.telemetry.nvml import NvmlSource, probe
+from gpuledger.adapters.telemetry.source import Source
+from gpuledger.domain.configuration import ClientSpec, Configuration
+from gpuledger.domain.document_problems import DocumentError, Problem, at
+from gpuledger.domain.events import DeploymentSpec
+from gpuledger.domain.ports import Clock, Ledger, RuntimeFacts, RuntimeFault, Runtimes, Telemetry
+from gpuledger.domain.world import World
+
+from .config import Config, DeploymentEntry, HostEntry
+from .snapshots import load_world
+
+_KEY_BYTES: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Adapters behind their ports, and the world as the ledger has it."""
+
+    ledger: Ledger
+    clock: Clock
+    telemetry: Telemetry
+    runtimes: Runtimes
+    world: World
+
+
+def open_parts(config: Config) -> Parts:
+    """Open the ledger and fold it, and make the rest. Raises LedgerUnavailable, LedgerCorrupt, OSError."""
+    config.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    ledger = SqliteLedger(config.ledger)
+    try:
+        world = load_world(ledger, ledger.load_snapshot())
+        return Parts(
+            ledger=ledger,
+            clock=LedgerClock(world.at),
+            telemetry=NodeTelemetry(_sources(config)),
+            runtimes=RuntimeManager(config.runtimes, config.state_dir),
+            world=world,
+        )
+    except BaseException:
+        ledger.close()
+        raise
+
+
+def _sources(config: Config) -> list[Source]:
+    accelerators = config.document.accelerators
+    sources: list[Source] = []
+    if accelerators.host is not False:
+        limit = accelerators.host.memory_limit_bytes if isinstance(accelerators.host, HostEntry) else None
+        sources.append(HostSource(config.document.node.id, limit_bytes=limit))
+    if _watches_gpus(config):
+        sources.append(NvmlSource(accelerators.nvml_library))
+    return sources
+
+
+def _watches_gpus(config: Config) -> bool:
+    accelerators = config.document.accelerators
+    return probe(accelerators.nvml_library) if accelerators.nvml == "auto" else accelerators.nvml
+
+
+def clients_of(config: Config) -> Clients:
+    """Who may ask, for the gateway."""
+    return Clients(
+        Client(entry.id, entry.token_sha256, entry.priority, entry.lab, entry.allowed)
+        for entry in config.document.clients
+    )
+
+
+def configuration_of(config: Config, runtimes: Runtimes) -> Configuration:
+    """What the file declares, for the domain. Blocking: hashes the models.
+
+    Raises DocumentError for a model or a program that is not there, or is not what it should be: all of them at once.
+    """
+    document = config.document
+    return Configuration(
+        ledger_id=f"ledger-{secrets.token_hex(8)}",
+        node_id=document.node.id,
+        production_eligible=document.node.production_eligible,
+        labels=document.node.labels,
+        policy=config.policy,
+        deployments=_specs(config, runtimes),
+        clients=tuple(
+            ClientSpec(
+                entry.id,
+                entry.priority,
+                entry.lab,
+                None if entry.allowed is None else tuple(sorted(entry.allowed)),
+            )
+            for entry in document.clients
+        ),
+        accelerator_ids=None if _watches_gpus(config) else _host_ids(config),
+        product_version=version("gpuledger"),
+        pid=os.getpid(),
+    )
+
+
+def _host_ids(config: Config) -> frozenset[str]:
+    return frozenset({f"host:{config.document.node.id}"} if config.document.accelerators.host is not False else ())
+
+
+def _specs(config: Config, runtimes: Runtimes) -> tuple[DeploymentSpec, ...]:
+    specs: list[DeploymentSpec] = []
+    problems: list[Problem] = []
+    for index, entry in enumerate(config.document.deployments):
+        try:
+            facts = runtimes.facts(entry.id)
+        except RuntimeFault as fault:
+            where = at("config", "deployments", index, "runtime")
+            shown = fault.evidence.decode("utf-8", "replace").strip().splitlines()[-1:]
+            problems.append(Problem(where, " ".join([f"{fault.failure.value} ({fault.detail})", *shown])))
+            continue
+        specs.append(_spec(entry, config.runtimes[entry.id], facts))
+    if problems:
+        raise DocumentError(problems)
+    return tuple(specs)
+
+
+def _spec(entry: DeploymentEntry, runtime: RuntimeConfig, facts: RuntimeFacts) -> DeploymentSpec:
+    return DeploymentSpec(
+        deployment_id=entry.id,
+        capability=entry.capability,
+        kind=entry.kind,
+        runtime=facts.runtime,
+        config_hash=facts.config_hash,
+        context_length=runtime.context_length,
+        batch_size=runtime.batch_size,
+        concurrency=entry.concurrency,
+        load_ms=entry.load_ms,
+        unload_ms=entry.unload_ms,
+        fallback_rank=entry.fallback_rank,
+        interruptible=entry.interruptible,
+        max_replicas=entry.max_replicas,
+        min_memory_bytes=entry.min_memory_bytes,
+        node_selector=entry.node_selector,
+        priority=entry.priority,
+        production_eligible=entry.production_eligible,
+        queue_limit=entry.queue_limit,
+        residency=entry.residency,
+        sleep=None,
+    )
+
+
+def request_key(state_dir: Path) -> bytes:
+    """The key that authenticates the content of requests which clients name; made at the first start. Raises OSError.
+
+    Whoever has it can try whether a request in the ledger said what they think: it is for nobody else to read.
+    """
+    path = state_dir / "request.key"
+    with contextlib.suppress(FileExistsError):
+        draft = state_dir / f".request.key.{secrets.token_hex(8)}"
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(secrets.token_bytes(_KEY_BYTES))
+                file.flush()
+                os.fsync(file.fileno())
+            os.link(draft, path)
+        finally:
+            draft.unlink()
+    return path.read_bytes()

@@ -1,0 +1,390 @@
+"""`gpuledger.yaml`: what an operator declares. Read and checked whole; every problem is told at once, with its place.
+
+The shape of each entry is one of the types below; what joins two entries is in `_broken_rules`. Sizes may be written
+as `512MiB`, paths are relative to the file. What shapes the memory of a model is `adapters/runtimes/config.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, TypeAlias
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from gpuledger.adapters.runtimes.config import BASE_FOLDER, LlamaCppConfig, RuntimeConfig
+from gpuledger.domain.document_problems import DocumentError, Problem, Step, at, problems_of
+from gpuledger.domain.documents import Json, RepeatedKeys, policy_document, policy_of
+from gpuledger.domain.policy import Policy, Priority
+from gpuledger.domain.state import DOCUMENT, Kind, Residency, ResidencyPolicy
+from gpuledger.domain.units import GIB, KIB, MAX_INTEGER, MIB, Count, Milliseconds, PositiveBytes, Sha256Hex
+
+from .reading import read_document
+
+#: Ids that are declared become parts of longer ones (residents, leases), which have 200 characters.
+ShortId: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@#:+/-]{0,63}$")]
+Seconds: TypeAlias = Annotated[int, Field(ge=0, le=86_400)]
+Positive: TypeAlias = Annotated[int, Field(ge=1, le=1_000_000)]
+
+ALL_CAPABILITIES: Final = "*"
+DEFAULT_LISTEN: Final = "127.0.0.1:8910"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeEntry:
+    """This machine, as the planner sees it."""
+
+    __pydantic_config__ = DOCUMENT
+
+    id: ShortId = "local"
+    labels: Mapping[str, str] = field(default_factory=dict[str, str])
+    production_eligible: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class HostEntry:
+    """This machine's memory as an accelerator; `memory_limit_bytes` is the most of it that is scheduled."""
+
+    __pydantic_config__ = DOCUMENT
+
+    memory_limit_bytes: PositiveBytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AcceleratorsEntry:
+    """What is measured and scheduled. `nvml: auto` watches GPUs where there is a driver or a card."""
+
+    __pydantic_config__ = DOCUMENT
+
+    host: bool | HostEntry = True
+    nvml: bool | Literal["auto"] = "auto"
+    nvml_library: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ClientEntry:
+    """A client and what it is bound to (semantics.md 5). Its token is not here: only the SHA-256 of it, in hex."""
+
+    __pydantic_config__ = DOCUMENT
+
+    id: ShortId
+    token_sha256: Sha256Hex
+    priority: Priority = Priority.INTERACTIVE
+    lab: bool = False
+    capabilities: tuple[str, ...] = (ALL_CAPABILITIES,)
+
+    @property
+    def allowed(self) -> frozenset[str] | None:
+        """The capabilities it may ask for; None for all."""
+        return None if ALL_CAPABILITIES in self.capabilities else frozenset(self.capabilities)
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentEntry:
+    """A model in one configuration of one runtime. `load_ms` and `unload_ms` count until they are measured."""
+
+    __pydantic_config__ = DOCUMENT
+
+    id: ShortId
+    capability: ShortId
+    kind: Kind
+    runtime: Mapping[str, Any]
+    priority: Priority = Priority.INTERACTIVE
+    concurrency: Annotated[int, Field(ge=1, le=256)] = 1
+    queue_limit: Count = 16
+    interruptible: bool = False
+    production_eligible: bool = True
+    max_replicas: Annotated[int, Field(ge=1, le=1_000_000)] = 1
+    min_memory_bytes: PositiveBytes | None = None
+    node_selector: Mapping[str, str] = field(default_factory=dict[str, str])
+    fallback_rank: Count = 0
+    load_ms: Milliseconds = 30_000
+    unload_ms: Milliseconds = 2_000
+    residency: Residency = field(default_factory=Residency)
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigDocument:
+    """The file as it stands."""
+
+    __pydantic_config__ = DOCUMENT
+
+    ledger: str
+    clients: tuple[ClientEntry, ...]
+    deployments: tuple[DeploymentEntry, ...]
+    state_dir: str | None = None
+    listen: str = DEFAULT_LISTEN
+    allow_remote: bool = False
+    node: NodeEntry = NodeEntry()
+    accelerators: AcceleratorsEntry = AcceleratorsEntry()
+    policy: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    profile: Literal["at_start", "never"] = "at_start"
+    drain_seconds: Seconds = 30
+    upstream_timeout_seconds: Annotated[int, Field(ge=1, le=86_400)] = 600
+    max_body_bytes: Annotated[int, Field(ge=KIB, le=GIB)] = 4 * MIB
+    max_open_requests: Positive = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """A configuration that can be served: paths resolved, runtimes read, the policy complete."""
+
+    path: Path
+    document: ConfigDocument
+    ledger: Path
+    state_dir: Path
+    host: str
+    port: int
+    policy: Policy
+    #: By deployment id.
+    runtimes: Mapping[str, RuntimeConfig]
+
+    @property
+    def remote(self) -> bool:
+        """Whether programs on other machines can reach the address."""
+        return not _is_loopback(self.host)
+
+
+def load_config(path: Path) -> Config:
+    """The configuration in a file. Raises DocumentError with everything that is wrong with it."""
+    return config_of(read_document(str(path), "config"), path.absolute())
+
+
+def config_of(value: Json, path: Path) -> Config:
+    """The configuration that a document stands for, as if it lay at `path`. Raises DocumentError."""
+    problems: list[Problem] = list(_repeated_keys(value, "config"))
+    tree = _with_sizes(value)
+    document = _shape(tree, problems)
+    runtimes = _runtimes(tree, path.parent, problems)
+    policy = _policy(tree, problems)
+    if document is not None:
+        problems.extend(_broken_rules(document, runtimes))
+    address = None if document is None else _address(document, problems)
+    if problems or document is None or policy is None or address is None:
+        raise DocumentError(problems)
+    ledger = path.parent / Path(document.ledger).expanduser()
+    return Config(
+        path=path,
+        document=document,
+        ledger=ledger,
+        state_dir=ledger.parent if document.state_dir is None else path.parent / Path(document.state_dir).expanduser(),
+        host=address[0],
+        port=address[1],
+        policy=policy,
+        runtimes=runtimes,
+    )
+
+
+# ---- text -------------------------------------------------------------------------------------------------------
+
+_UNITS: Final[Mapping[str, int]] = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": KIB,
+    "MiB": MIB,
+    "GiB": GIB,
+    "TiB": KIB * GIB,
+}
+_SIZE: Final = re.compile(rf"([0-9]{{1,16}}(?:\.[0-9]{{1,9}})?) ?({'|'.join(_UNITS)})")
+#: Mappings whose keys are an operator's own words.
+_LABELS: Final = frozenset({"labels", "node_selector"})
+
+
+def _with_sizes(value: Json, key: str = "") -> Json:
+    """The tree with every size as an integer. What is not a size is left for the types to refuse."""
+    if isinstance(value, dict):
+        return value if key in _LABELS else {name: _with_sizes(one, name) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_with_sizes(one) for one in value]
+    if isinstance(value, str) and key.endswith("_bytes"):
+        match = _SIZE.fullmatch(value)
+        size = None if match is None else Fraction(match[1]) * _UNITS[match[2]]
+        return value if size is None or size > MAX_INTEGER else int(size)
+    return value
+
+
+def _repeated_keys(value: Json, where: str) -> Iterator[Problem]:
+    if isinstance(value, RepeatedKeys):
+        yield from (Problem(at(where, key), "is there more than once") for key in value.repeated)
+    if isinstance(value, dict):
+        for key, one in value.items():
+            yield from _repeated_keys(one, at(where, key))
+    if isinstance(value, list):
+        for index, one in enumerate(value):
+            yield from _repeated_keys(one, at(where, index))
+
+
+# ---- shapes -----------------------------------------------------------------------------------------------------
+
+_DOCUMENT: Final = TypeAdapter(ConfigDocument)
+_RUNTIME: Final[TypeAdapter[RuntimeConfig]] = TypeAdapter(RuntimeConfig)
+
+
+def _shape(tree: Json, problems: list[Problem]) -> ConfigDocument | None:
+    try:
+        # Only the JSON mode of the types is strict about what a document can say, and lenient about lists for tuples.
+        return _DOCUMENT.validate_json(json.dumps(tree))
+    except ValidationError as error:
+        problems.extend(problems_of(error, ConfigDocument, "config"))
+        return None
+
+
+def _runtimes(tree: Json, folder: Path, problems: list[Problem]) -> Mapping[str, RuntimeConfig]:
+    """By deployment id; read also where other parts of the document are wrong."""
+    entries = tree.get("deployments") if isinstance(tree, dict) else None
+    runtimes: dict[str, RuntimeConfig] = {}
+    for index, entry in enumerate(entries if isinstance(entries, list) else ()):
+        if isinstance(entry, dict) and isinstance(runtime := entry.get("runtime"), dict):
+            where = at("config", "deployments", index, "runtime")
+            concurrency = entry.get("concurrency", 1)
+            found = _runtime({"parallel": concurrency, **runtime}, folder, where, problems)
+            if found is not None:
+                runtimes[str(entry.get("id"))] = found
+    return runtimes
+
+
+def _runtime(value: dict[str, Json], folder: Path, where: str, problems: list[Problem]) -> RuntimeConfig | None:
+    try:
+        return _RUNTIME.validate_json(json.dumps(value), strict=None, context={BASE_FOLDER: folder})
+    except ValidationError as error:
+        for detail in error.errors(include_url=False):
+            # The second step of a place is the type by which one of the shapes was chosen.
+            steps = detail["loc"][1:] if detail["loc"][:1] == (value.get("type"),) else detail["loc"]
+            problems.append(_runtime_problem(where, steps, detail["type"], detail["msg"]))
+        return None
+
+
+def _runtime_problem(where: str, steps: tuple[Step, ...], kind: str, message: str) -> Problem:
+    if kind == "value_error":
+        # A rule of ours that joins two keys names the one that is wrong.
+        key, _, text = message.removeprefix("Value error, ").partition(": ")
+        return Problem(at(where, *steps, key), text)
+    words = {
+        "missing": "is required",
+        "extra_forbidden": "unknown key",
+        "union_tag_not_found": "type: is required",
+    }
+    text = words.get(kind) or message.replace("Input should be", "must be").replace("'", '"')
+    return Problem(at(where, *steps), text.replace("greater than or equal to", "at least"))
+
+
+def _policy(tree: Json, problems: list[Problem]) -> Policy | None:
+    """The policy of this release with the keys that are set. One that differs gets a revision of its own."""
+    overrides: Json = tree.get("policy", {}) if isinstance(tree, dict) else {}
+    if not isinstance(overrides, dict):
+        return None
+    base = policy_document(Policy())
+    changed = {key: value for key, value in overrides.items() if base.get(key) != value}
+    if changed and "revision" not in overrides:
+        digest = hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()
+        changed["revision"] = f"{base['revision']}+{digest[:8]}"
+    try:
+        return policy_of({**base, **changed}, at("config", "policy"))
+    except DocumentError as error:
+        problems.extend(error.problems)
+        return None
+
+
+# ---- rules ------------------------------------------------------------------------------------------------------
+
+
+def _broken_rules(document: ConfigDocument, runtimes: Mapping[str, RuntimeConfig]) -> Iterator[Problem]:
+    """What two entries must be to each other."""
+    clients, deployments = document.clients, document.deployments
+    yield from _twice("clients", "id", [client.id for client in clients])
+    yield from _twice("clients", "token_sha256", [client.token_sha256 for client in clients])
+    yield from _twice("deployments", "id", [deployment.id for deployment in deployments])
+    yield from _unknown_capabilities(document)
+    for index, deployment in enumerate(deployments):
+        where = at("config", "deployments", index)
+        yield from _always_warm_shares(where, deployment, deployments)
+        if (runtime := runtimes.get(deployment.id)) is not None:
+            yield from _runtime_fits(at(where, "runtime"), deployment, runtime)
+
+
+def _twice(section: str, name: str, values: list[str]) -> Iterator[Problem]:
+    first: dict[str, int] = {}
+    for index, value in enumerate(values):
+        if value in first:
+            yield Problem(
+                at("config", section, index, name), f"is there already, at {at('config', section, first[value], name)}"
+            )
+        else:
+            first[value] = index
+
+
+def _unknown_capabilities(document: ConfigDocument) -> Iterator[Problem]:
+    known = {ALL_CAPABILITIES, *(deployment.capability for deployment in document.deployments)}
+    for index, client in enumerate(document.clients):
+        for number, capability in enumerate(client.capabilities):
+            if capability not in known:
+                yield Problem(at("config", "clients", index, "capabilities", number), f"nothing serves {capability}")
+
+
+def _always_warm_shares(
+    where: str, deployment: DeploymentEntry, deployments: tuple[DeploymentEntry, ...]
+) -> Iterator[Problem]:
+    """It is loaded by asking for its capability, so no other may answer in its place."""
+    others = [
+        other.id
+        for other in deployments
+        if other is not deployment
+        and (other.capability, other.fallback_rank) == (deployment.capability, deployment.fallback_rank)
+    ]
+    if deployment.residency.policy is ResidencyPolicy.ALWAYS_WARM and others:
+        yield Problem(
+            at(where, "residency", "policy"),
+            f"always_warm must be the only deployment of {deployment.capability} at its rank, and {others[0]} is too",
+        )
+    if deployment.residency.policy is ResidencyPolicy.ALWAYS_WARM and deployment.fallback_rank != 0:
+        yield Problem(at(where, "fallback_rank"), "must be 0 for always_warm: only rank 0 is asked for")
+
+
+def _runtime_fits(where: str, deployment: DeploymentEntry, runtime: RuntimeConfig) -> Iterator[Problem]:
+    if runtime.parallel != deployment.concurrency:
+        yield Problem(at(where, "parallel"), f"must be the concurrency of the deployment ({deployment.concurrency})")
+    if isinstance(runtime, LlamaCppConfig):
+        on_gpu = runtime.gpu_layers != 0
+        if deployment.kind is Kind.HOST and on_gpu:
+            yield Problem(at(where, "gpu_layers"), "must be 0 where kind is host")
+        if deployment.kind is Kind.GPU and not on_gpu:
+            yield Problem(at(where, "gpu_layers"), 'must be "all" or at least 1 where kind is gpu')
+
+
+# ---- address ----------------------------------------------------------------------------------------------------
+
+
+def _address(document: ConfigDocument, problems: list[Problem]) -> tuple[str, int] | None:
+    where = at("config", "listen")
+    host, _, port = document.listen.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or int(port) > 65_535:
+        problems.append(Problem(where, f"must be host:port, as {DEFAULT_LISTEN}"))
+        return None
+    if not (_is_loopback(host) or document.allow_remote):
+        problems.append(
+            Problem(where, "reaches beyond this machine, where tokens travel unencrypted: needs allow_remote: true")
+        )
+    return host, int(port)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def capabilities_of(config: Config) -> tuple[str, ...]:
+    """Every capability that clients can ask for: those that something serves at rank 0."""
+    served = (entry.capability for entry in config.document.deployments if entry.fallback_rank == 0)
+    return tuple(sorted(set(served)))

@@ -1,0 +1,368 @@
+"""Where requests of clients wait: what the ledger says of each becomes the answer to whoever waits for it.
+
+The desk implements `adapters.http.ports.Desk`. It decides nothing: it hands requests to the engine, looks at what was
+recorded, and at the `Forward` effects that say that work may begin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from gpuledger.adapters.http.ports import (
+    Cause,
+    Condition,
+    Ending,
+    Granted,
+    Lost,
+    Outcome,
+    PlanFacts,
+    Question,
+    Refused,
+    Repeated,
+    ServerFacts,
+    Unavailable,
+)
+from gpuledger.domain.accounting import is_fresh
+from gpuledger.domain.events import (
+    LeaseGranted,
+    LeasePreempted,
+    PlanDecided,
+    Recorded,
+    RequestCancelled,
+    RequestCompleted,
+    RequestFailed,
+    RequestReceived,
+    StreamKind,
+    stream_name,
+)
+from gpuledger.domain.messages import (
+    Agenda,
+    ClientGone,
+    Forward,
+    RequestArrived,
+    RequestsHeld,
+    WorkEnded,
+)
+from gpuledger.domain.policy import Priority
+from gpuledger.domain.ports import LedgerCorrupt, LedgerReader, LedgerUnavailable, Runtimes
+from gpuledger.domain.scheduler import renewal_interval_ms
+from gpuledger.domain.units import MICROS_PER_MS, milliseconds
+from gpuledger.domain.world import World
+
+from .shell import DecisionFailed, Engine, RequestKnown
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """What an operator bound a client to (semantics.md 5)."""
+
+    priority: Priority
+    lab: bool
+
+
+@dataclass(slots=True)
+class _Held:
+    """A request that somebody waits for, until the ledger has seen its end."""
+
+    question: Question
+    requested_at: int
+    outcome: asyncio.Future[Outcome]
+    plan: PlanFacts | None = None
+    start: str = ""
+    granted: Granted | None = None
+
+
+@dataclass(slots=True)
+class Gate:
+    """Whether the door is open, and why not."""
+
+    cause: Cause | None = Cause.STARTING
+    detail: str = "starting"
+
+
+class RequestDesk:
+    """A listener of the engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        runtimes: Runtimes,
+        ledger: LedgerReader,
+        bindings: Callable[[str], Binding],
+        max_open: int,
+    ) -> None:
+        self._engine = engine
+        self._runtimes = runtimes
+        self._ledger = ledger
+        self._bindings = bindings
+        self._max_open = max_open
+        self._held: dict[str, _Held] = {}
+        self._leaving: set[str] = set()
+        self.gate = Gate()
+
+    # ---- for the gateway -----------------------------------------------------------------------------------------
+
+    async def submit(self, question: Question) -> Outcome:
+        request_id = question.request_id
+        if question.content_mac is not None and (known := self._held.get(request_id)) is not None:
+            return Repeated(request_id, known.question.content_mac == question.content_mac, "in_progress")
+        if (cause := self._closed()) is not None:
+            return Unavailable(request_id, cause)
+        held = self._hold(question)
+        try:
+            if question.content_mac is not None and (repeated := await self._look_up(question)) is not None:
+                self._held.pop(request_id, None)
+                return repeated
+            return await self._hand_in(held)
+        except asyncio.CancelledError:
+            self._give_up(request_id)
+            raise
+
+    async def resume(self, request_id: str) -> Outcome:
+        held = self._held[request_id]
+        try:
+            return await held.outcome
+        except asyncio.CancelledError:
+            self._give_up(request_id)
+            raise
+
+    def end(self, request_id: str, ending: Ending) -> None:
+        held = self._held.get(request_id)
+        if held is None:
+            return  # the ledger has seen its end already
+        if held.granted is None:
+            self._give_up(request_id)  # it has lost its lease, and waits in the queue again
+            return
+        del self._held[request_id]
+        self._leaving.add(request_id)
+        self._engine.tell(
+            WorkEnded(
+                request_id=request_id,
+                status=ending.status,
+                served_ms=ending.served_ms,
+                response_bytes=ending.response_bytes,
+                prompt_tokens=ending.prompt_tokens,
+                completion_tokens=ending.completion_tokens,
+                failure=ending.failure,
+                detail=ending.detail,
+                client_gone=ending.client_gone,
+            )
+        )
+
+    def conditions(self) -> tuple[Condition, ...]:
+        trouble = self._engine.trouble
+        blind = _unseen(self._engine.world, self._engine.now())
+        return (
+            Condition("admitting", self.gate.cause is None, self.gate.detail),
+            Condition("ledger", trouble is None, trouble or "writable"),
+            Condition("telemetry", not blind, "; ".join(blind) or "fresh"),
+        )
+
+    # ---- for metrics ---------------------------------------------------------------------------------------------
+
+    @property
+    def world(self) -> World:
+        return self._engine.world
+
+    def facts(self) -> ServerFacts:
+        return ServerFacts(self._engine.now(), len(self._held), self._engine.trouble is None)
+
+    # ---- one request ---------------------------------------------------------------------------------------------
+
+    def _closed(self) -> Cause | None:
+        if self.gate.cause is not None:
+            return self.gate.cause
+        if self._engine.trouble is not None:
+            return Cause.LEDGER_UNAVAILABLE
+        return Cause.TOO_MANY_OPEN if len(self._held) >= self._max_open else None
+
+    def _hold(self, question: Question) -> _Held:
+        outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        held = _Held(question, self._engine.now(), outcome)
+        self._held[question.request_id] = held
+        return held
+
+    async def _hand_in(self, held: _Held) -> Outcome:
+        question = held.question
+        try:
+            await self._engine.ask(self._arrived(held))
+        except RequestKnown:
+            self._held.pop(question.request_id, None)
+            repeated = await self._look_up(question)
+            return repeated or Unavailable(question.request_id, Cause.INTERNAL_ERROR)
+        except (LedgerUnavailable, LedgerCorrupt):
+            self._held.pop(question.request_id, None)
+            return Unavailable(question.request_id, Cause.LEDGER_UNAVAILABLE)
+        except DecisionFailed:
+            self._held.pop(question.request_id, None)
+            return Unavailable(question.request_id, Cause.INTERNAL_ERROR)
+        return await held.outcome
+
+    def _arrived(self, held: _Held) -> RequestArrived:
+        question = held.question
+        binding = self._bindings(question.client_id)
+        deadline = None if question.deadline_ms is None else held.requested_at + milliseconds(question.deadline_ms)
+        return RequestArrived(
+            request_id=question.request_id,
+            client_id=question.client_id,
+            capability=question.capability,
+            priority=binding.priority,
+            lab=binding.lab,
+            requested_at=held.requested_at,
+            deadline=deadline,
+            operation=question.operation,
+            body_bytes=question.body_bytes,
+            content_mac=question.content_mac,
+        )
+
+    def _give_up(self, request_id: str) -> None:
+        """Its client has gone before its work began, or before it knew that it may."""
+        held = self._held.pop(request_id, None)
+        if held is not None:
+            self._leaving.add(request_id)
+            self._engine.tell(ClientGone(request_id))
+
+    async def _look_up(self, question: Question) -> Repeated | None:
+        """What became of a request that the ledger knows."""
+        stream = stream_name(StreamKind.REQUEST, question.request_id)
+        try:
+            events = await asyncio.to_thread(self._ledger.read_stream, stream)
+        except (LedgerUnavailable, LedgerCorrupt) as error:
+            _log.warning("a request could not be looked up", error=str(error))
+            return None
+        return repeated_of(question, events)
+
+    # ---- as a listener of the engine -----------------------------------------------------------------------------
+
+    def recorded(self, events: tuple[Recorded, ...]) -> None:
+        for event in events:
+            match event.data:
+                case PlanDecided() as decided:
+                    self._planned(decided)
+                case LeaseGranted(request_id=request_id, start=start):
+                    if (held := self._held.get(request_id)) is not None:
+                        held.start = start.value
+                case LeasePreempted(request_id=request_id, requeued=True):
+                    self._requeued(request_id)
+                case RequestFailed() as failed:
+                    self._failed(failed)
+                case RequestCancelled(request_id=request_id, cause=cause):
+                    self._cancelled(request_id, cause)
+                case _:
+                    pass  # nobody at the desk waits for it
+
+    def wanted(self, agenda: Agenda) -> None:
+        for effect in agenda.effects:
+            if isinstance(effect, Forward):
+                self._forward(effect)
+        self._leave_none_behind()
+
+    def _planned(self, decided: PlanDecided) -> None:
+        if (held := self._held.get(decided.request_id)) is not None:
+            held.plan = PlanFacts(decided.fingerprint, decided.plan)
+
+    def _forward(self, effect: Forward) -> None:
+        held = self._held.get(effect.request_id)
+        if held is None or (held.granted is not None and held.granted.lease_id == effect.lease_id):
+            return
+        try:
+            endpoint = self._runtimes.endpoint(effect.resident_id)
+        except KeyError:
+            return  # its process has just gone: the watch for crashes says so
+        held.granted = Granted(
+            request_id=effect.request_id,
+            lease_id=effect.lease_id,
+            endpoint=endpoint,
+            start=held.start,
+            queued_ms=max(0, self._engine.now() - held.requested_at) // MICROS_PER_MS,
+            plan=held.plan,
+            lost=asyncio.get_running_loop().create_future(),
+        )
+        if not held.outcome.done():
+            held.outcome.set_result(held.granted)
+
+    def _requeued(self, request_id: str) -> None:
+        held = self._held.get(request_id)
+        if held is not None and held.granted is not None:
+            lost, held.granted = held.granted.lost, None
+            held.outcome = asyncio.get_running_loop().create_future()
+            lost.set_result(Lost(None, None, "preempted", requeued=True))
+
+    def _failed(self, failed: RequestFailed) -> None:
+        if (held := self._over(failed.request_id)) is None:
+            return
+        if held.granted is not None:
+            held.granted.lost.set_result(Lost(failed.reason, failed.failure, failed.detail, requeued=False))
+        elif not held.outcome.done():
+            refused = Refused(failed.request_id, failed.reason, failed.failure, failed.detail, held.plan)
+            held.outcome.set_result(refused)
+
+    def _cancelled(self, request_id: str, cause: str) -> None:
+        if (held := self._over(request_id)) is None:
+            return
+        if held.granted is not None:
+            held.granted.lost.set_result(Lost(None, None, cause, requeued=False))
+        elif not held.outcome.done():
+            held.outcome.set_result(Unavailable(request_id, Cause.DRAINING))
+
+    def _over(self, request_id: str) -> _Held | None:
+        self._leaving.discard(request_id)
+        return self._held.pop(request_id, None)
+
+    def _leave_none_behind(self) -> None:
+        """A request in the ledger that nobody waits for any more (its commit was taken for failed) is given up."""
+        requests = self._engine.world.requests
+        for request_id, request in requests.items():
+            if request.operation != "warm" and request_id not in self._held and request_id not in self._leaving:
+                self._leaving.add(request_id)
+                self._engine.tell(ClientGone(request_id))
+        self._leaving &= requests.keys()
+
+    # ---- renewals ------------------------------------------------------------------------------------------------
+
+    async def renew(self) -> None:
+        """Say who is still waited for, until cancelled."""
+        while True:
+            await asyncio.sleep(renewal_interval_ms(self._engine.world.policy.lease_ttl_seconds) / 1000)
+            if self._held:
+                self._engine.tell(RequestsHeld(frozenset(self._held)))
+
+
+def repeated_of(question: Question, events: tuple[Recorded, ...]) -> Repeated | None:
+    """What the stream of a request says to one who submits it again; None when there is none."""
+    received = [event.data for event in events if isinstance(event.data, RequestReceived)]
+    if not received:
+        return None
+    same = received[0].content_mac == question.content_mac
+    plan: PlanFacts | None = None
+    for event in events:
+        match event.data:
+            case PlanDecided() as decided:
+                plan = PlanFacts(decided.fingerprint, decided.plan)
+            case RequestCompleted():
+                return Repeated(question.request_id, same, "completed")
+            case RequestCancelled():
+                return Repeated(question.request_id, same, "cancelled")
+            case RequestFailed() as failed:
+                refused = Refused(question.request_id, failed.reason, failed.failure, failed.detail, plan)
+                return Repeated(question.request_id, same, "refused", refused)
+            case _:
+                pass  # on its way to one of these
+    return Repeated(question.request_id, same, "in_progress")
+
+
+def _unseen(world: World, now: int) -> list[str]:
+    """Accelerators that nothing is known of; with none at all, that."""
+    live = [state for state in world.accelerators.values() if not state.retired]
+    unseen: list[str] = []
+    for state in live:
+        sample = state.sample
+        if sample is None or not is_fresh(world.policy, sample.observed_at, sample.received_at, now):
+            unseen.append(f"{state.accelerator.accelerator_id}: {state.missed or state.invalid or 'no fresh sample'}")
+    return unseen if live else ["no accelerator was found"]

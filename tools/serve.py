@@ -1,0 +1,192 @@
+"""The running server: a scheduler, the gateway in front of it, and the order in which they come and go.
+
+Start: the door opens early and says what is missing; the configuration becomes events; what an earlier run left is
+ended; the first sample is taken; missing envelopes are measured; then requests are admitted. Shutdown: no new work,
+what runs may end for `drain_seconds`, the rest is cancelled, runtimes are stopped, residency and leases are zero in the
+ledger.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Generator
+from typing import Final, Protocol
+
+import httpx
+import structlog
+import uvicorn
+from fastapi import FastAPI
+
+from gpuledger.adapters.http.app import application
+from gpuledger.adapters.http.gateway import Gateway, Settings
+from gpuledger.adapters.http.metrics import Metrics
+from gpuledger.adapters.http.ports import Cause
+from gpuledger.adapters.http.relay import http_client
+from gpuledger.domain.configuration import Configuration
+from gpuledger.domain.world import World
+
+from .bootstrap import Parts, clients_of, request_key
+from .config import Config, capabilities_of
+from .envelopes import Unmeasured, places
+from .running import Haste, PartEnded, Running
+
+#: Request heads; bodies have a bound of their own.
+MAX_HEAD_BYTES: Final = 32 * 1024
+#: After the drain, for the last connections.
+HTTP_GRACE_SECONDS: Final = 5
+
+_log = structlog.get_logger(__name__)
+
+
+class Announcer(Protocol):
+    """Who tells people how the start goes."""
+
+    def measuring(self, deployment_id: str, step: str) -> None: ...
+
+    def ready(self, world: World, unmeasured: list[Unmeasured]) -> None: ...
+
+
+class Server:
+    """`run` is all of its life, on a socket that is bound already."""
+
+    def __init__(self, config: Config, parts: Parts, configuration: Configuration, announcer: Announcer) -> None:
+        self._config = config
+        self._announcer = announcer
+        self._running = Running(config, parts, configuration)
+        self._metrics = Metrics(self._running.desk)
+        self._running.engine.measure(self._metrics)
+        self._haste = Haste(asyncio.Event(), asyncio.Event())
+        self._asked_to_stop = asyncio.Event()
+
+    async def run(self, listener: socket.socket) -> bool:
+        """Serve until a signal comes; True when it left in order.
+
+        Raises LedgerUnavailable, LedgerCorrupt, PartEnded.
+        """
+        http = http_client(self._config.document.upstream_timeout_seconds)
+        server = _HttpServer(self._application(http))
+        serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        try:
+            return await self._live(serving)
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+            server.should_exit = True
+            await serving
+            await http.aclose()
+            await self._running.close()
+
+    async def _live(self, serving: asyncio.Task[None]) -> bool:
+        starting = asyncio.create_task(self._start(), name="start")
+        asked = asyncio.create_task(self._asked_to_stop.wait())
+        failed = asyncio.create_task(self._failed(serving))
+        try:
+            await asyncio.wait((asked, starting, failed), return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                starting.result()
+                await asyncio.wait((asked, failed), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (starting, asked):
+                task.cancel()
+            await asyncio.gather(starting, asked, return_exceptions=True)
+        if failed.done():
+            failed.result()
+        self._close_door()
+        in_order = await self._running.stop(self._config.document.drain_seconds, self._haste)
+        failed.cancel()
+        await asyncio.gather(failed, return_exceptions=True)
+        return in_order
+
+    async def _start(self) -> None:
+        running = self._running
+        await running.start()
+        unmeasured: list[Unmeasured] = []
+        if self._config.document.profile == "at_start":
+            running.desk.gate.detail = "measuring"
+            _, unmeasured = await running.measuring.run(places(running.world), self._measuring)
+            await running.sampler.take()
+        running.desk.gate.cause, running.desk.gate.detail = None, "open"
+        self._announcer.ready(running.world, unmeasured)
+
+    def _measuring(self, deployment_id: str, step: str) -> None:
+        self._running.desk.gate.detail = f"measuring {deployment_id}: {step}"
+        self._announcer.measuring(deployment_id, step)
+
+    async def _failed(self, serving: asyncio.Task[None]) -> None:
+        ended = asyncio.create_task(self._running.part_ended())
+        try:
+            await asyncio.wait((serving, ended), return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                ended.result()
+            raise PartEnded("http")
+        finally:
+            ended.cancel()
+            await asyncio.gather(ended, return_exceptions=True)
+
+    def _close_door(self) -> None:
+        gate = self._running.desk.gate
+        gate.cause, gate.detail = Cause.DRAINING, "shutting down"
+
+    def _on_signal(self) -> None:
+        """The first drains, the second ends the drain, the third kills."""
+        if not self._asked_to_stop.is_set():
+            _log.info("shutting down")
+            self._asked_to_stop.set()
+        elif not self._haste.drain_over.is_set():
+            self._haste.drain_over.set()
+        else:
+            self._haste.at_once.set()
+
+    def _application(self, http: httpx.AsyncClient) -> FastAPI:
+        document, running = self._config.document, self._running
+        settings = Settings(
+            capabilities=capabilities_of(self._config),
+            max_body_bytes=document.max_body_bytes,
+            key=request_key(self._config.state_dir),
+        )
+        clients = clients_of(self._config)
+        gateway = Gateway(running.desk, running.desk, clients, settings, http, self._metrics)
+        return application(gateway, running.desk, self._metrics)
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn in a loop that is ours: signals are not its business."""
+
+    def __init__(self, app: FastAPI) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http="h11",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+                timeout_graceful_shutdown=HTTP_GRACE_SECONDS,
+            )
+        )
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """The socket of the door, bound before anything else begins. Raises OSError."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
+    return listener

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Generator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -16,15 +17,17 @@ from typing import Annotated, Final, NoReturn
 import typer
 
 from gpuledger.adapters.ledger.export import open_target
-from gpuledger.adapters.ledger.lock import holder
+from gpuledger.adapters.ledger.lock import holder, taken_at
 from gpuledger.adapters.ledger.sqlite import SqliteLedger
 from gpuledger.domain.document_problems import DocumentError
+from gpuledger.domain.events import SchedulerStarted
 from gpuledger.domain.ports import LedgerCorrupt, LedgerReader, LedgerUnavailable, Snapshot
 from gpuledger.domain.world import World
 
 from .plan_report import printable
 from .reading import read_document
 from .snapshots import load_world
+from .status import Driver, Source
 
 BAD_INPUT: Final = 2
 #: Whoever read our output has gone, as `head` does.
@@ -65,9 +68,31 @@ class Target:
         """An export is nobody's live ledger."""
         return not isinstance(self.reader, SqliteLedger)
 
-    def scheduler_pid(self) -> int | None:
-        """The process of the scheduler that drives this ledger now. Raises LedgerUnavailable."""
-        return None if self.is_export else holder(self.path)
+    def source(self) -> Source:
+        """Who drives this ledger now. Raises LedgerUnavailable, LedgerCorrupt."""
+        if self.is_export:
+            return Source(str(self.path), Driver.EXPORT)
+        pid = holder(self.path)
+        if pid is None:
+            return Source(str(self.path), Driver.NONE)
+        return Source(str(self.path), Driver.RUNNING if self._has_taken_over(pid) else Driver.STARTING, pid)
+
+    def _has_taken_over(self, pid: int) -> bool:
+        """Whether the process that holds the ledger has ended what an earlier run left. In a container every run may
+        have the same pid, so the start must also be younger than the hold.
+        """
+        newest = self.reader.read_backward(frozenset({"SchedulerStarted"}), 1)
+        held_since = taken_at(self.path) or 0
+        return any(
+            isinstance(event.data, SchedulerStarted) and event.data.pid == pid and event.at >= held_since
+            for event in newest
+        )
+
+    def now(self) -> int:
+        """The instant that ages are told for: the wall clock's, or the newest event's where that is ahead of it."""
+        head = self.reader.head()
+        newest = self.reader.read(head - 1, 1) if head else ()
+        return max([wall_now(), *(event.at for event in newest)])
 
     def world(self) -> World:
         """The state at the head, by way of a snapshot where there is one. Raises LedgerUnavailable, LedgerCorrupt."""
@@ -76,6 +101,11 @@ class Target:
     def snapshot(self) -> Snapshot | None:
         """A state that a scheduler folded and kept beside its ledger. Raises LedgerUnavailable, LedgerCorrupt."""
         return self.reader.load_snapshot() if isinstance(self.reader, SqliteLedger) else None
+
+
+def wall_now() -> int:
+    """The wall clock, in microseconds."""
+    return time.time_ns() // 1000
 
 
 @contextmanager

@@ -1,0 +1,331 @@
+"""`gpuledger.status/1`: what a ledger says of now: memory, residents, leases, queue, deployments.
+
+Built from the folded state and an instant. Where no scheduler drives the ledger nothing is live: what it last recorded
+is shown as that, and no lease at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any, Final, TypeAlias
+
+from gpuledger.domain.accounting import account
+from gpuledger.domain.aggregates.accelerator import AcceleratorState, LeaseRecord, ResidentRecord
+from gpuledger.domain.aggregates.deployment import DeploymentState
+from gpuledger.domain.aggregates.request import RequestState
+from gpuledger.domain.draft import Draft
+from gpuledger.domain.envelopes import envelope_of, with_margin
+from gpuledger.domain.policy import Pressure
+from gpuledger.domain.queue import waiting
+from gpuledger.domain.reasons import Reason
+from gpuledger.domain.residency import kept_until
+from gpuledger.domain.state import Deployment, Lease, ResidentState, WaitingFor
+from gpuledger.domain.units import MICROS_PER_MS, format_instant, milliseconds
+from gpuledger.domain.view import View, view_of
+from gpuledger.domain.world import World
+
+SCHEMA: Final = "gpuledger.status/1"
+
+Document: TypeAlias = dict[str, Any]
+
+
+class Driver(StrEnum):
+    """What is known of the scheduler of a ledger."""
+
+    RUNNING = "running"
+    #: It holds the ledger and has not yet taken over what an earlier run left.
+    STARTING = "starting"
+    NONE = "none"
+    #: An export is nobody's live ledger.
+    EXPORT = "export"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a state comes from, and who drives it."""
+
+    path: str
+    driver: Driver
+    pid: int | None = None
+
+    @property
+    def is_live(self) -> bool:
+        return self.driver is Driver.RUNNING
+
+
+def status_document(world: World, now: int, source: Source) -> Document:
+    """The document of a folded state at an instant."""
+    now = max(now, world.at)
+    shown = _Shown(world, now, source)
+    return {
+        "schema": SCHEMA,
+        "now": format_instant(now),
+        "ledger": {
+            "path": source.path,
+            "ledger_id": world.ledger_id,
+            "seq": world.seq,
+            "at": format_instant(world.at) if world.seq else None,
+        },
+        "scheduler": {"state": source.driver.value, "pid": source.pid},
+        "policy_revision": world.policy.revision,
+        "nodes": [_node(node_id, world) for node_id in sorted(world.nodes)],
+        "accelerators": [shown.accelerator(state) for state in shown.accelerators],
+        "residents": [shown.resident(state, record) for state, record in world.residents()],
+        "leases": [lease_document(lease, record, now) for lease, record in live_leases(world, now, source)],
+        "queue": shown.queue(),
+        "deployments": [
+            shown.deployment(deployment)
+            for _, deployment in sorted(world.deployments.items())
+            if not deployment.retired
+        ],
+    }
+
+
+def live_leases(world: World, now: int, source: Source) -> Sequence[tuple[Lease, LeaseRecord]]:
+    """The leases that give a right to memory now: none of an expired one, none of a failed resident, none unless a
+    scheduler runs (semantics.md 2). The oldest first.
+    """
+    if not source.is_live:
+        return ()
+    active = {
+        lease.lease_id
+        for by_deployment in view_of(world.state(now)).leases.values()
+        for held in by_deployment.values()
+        for lease in held
+    }
+    found = [(record.lease, record) for _, record in world.leases() if record.lease.lease_id in active]
+    return sorted(found, key=lambda pair: (pair[0].granted_at, pair[0].lease_id))
+
+
+def lease_document(lease: Lease, record: LeaseRecord, now: int) -> Document:
+    """A live lease."""
+    return {
+        "lease_id": lease.lease_id,
+        "request_id": lease.request_id,
+        "deployment_id": lease.deployment_id,
+        "accelerator_id": lease.accelerator_id,
+        "resident_id": record.resident_id,
+        "priority": lease.priority.value,
+        "reserved_bytes": lease.reserved_bytes,
+        "materialized_bytes": lease.materialized_bytes,
+        "room_confirmed": record.room_confirmed,
+        "granted_at": format_instant(lease.granted_at),
+        "expires_at": format_instant(lease.expires_at),
+        "expires_in_ms": (lease.expires_at - now) // MICROS_PER_MS,
+        "preemptions": lease.preemptions,
+    }
+
+
+def _node(node_id: str, world: World) -> Document:
+    node = world.nodes[node_id]
+    return {
+        "node_id": node_id,
+        "running": node.running,
+        "draining": node.draining_for_shutdown,
+        "production_eligible": node.production_eligible,
+        "labels": dict(node.labels),
+        "memory_bytes": node.memory_bytes,
+        "external_bytes": node.external_bytes,
+    }
+
+
+class _Shown:
+    """The parts of one document. The planner's own view of the state gives every figure."""
+
+    def __init__(self, world: World, now: int, source: Source) -> None:
+        state = world.state(now)
+        self.world = world
+        self.now = now
+        # Leases that nobody holds reserve nothing: the figures are those that the next start will find.
+        self.view: View = view_of(state if source.is_live else replace(state, leases=()))
+        self.accelerators = [state for _, state in sorted(world.accelerators.items()) if not state.retired]
+
+    def accelerator(self, state: AcceleratorState) -> Document:
+        accelerator, sample = state.accelerator, state.sample
+        accounting = account(self.view, accelerator.accelerator_id)
+        known = sample is not None
+        return {
+            "accelerator_id": accelerator.accelerator_id,
+            "node_id": state.node_id,
+            "kind": accelerator.kind.value,
+            "gpu_class": accelerator.gpu_class,
+            "index": accelerator.index,
+            "device_name": state.device_name,
+            "driver_version": state.driver_version,
+            "health": accelerator.health.value,
+            "total_bytes": accounting.total_bytes,
+            "observed_used_bytes": accounting.observed_used_bytes,
+            "attributed_managed_bytes": accounting.attributed_managed_bytes,
+            "attribution_delta_bytes": accounting.attribution_delta_bytes,
+            "physical_used_bytes": accounting.physical_used_bytes,
+            "unmanaged_external_bytes": accounting.unmanaged_external_bytes if known else None,
+            "future_lease_bytes": accounting.future_lease_bytes,
+            "reserve_bytes": accounting.reserve_bytes,
+            "schedulable_bytes": accounting.schedulable_bytes,
+            "attribution": accounting.attribution.value,
+            "pressure": (Pressure.NORMAL if sample is None else sample.pressure).value,
+            "pressure_bp": state.pressure_bp if known else None,
+            "foreign_processes": state.foreign_processes if known else None,
+            "sample": None
+            if sample is None
+            else {
+                "observed_at": format_instant(sample.observed_at),
+                "received_at": format_instant(sample.received_at),
+                "age_ms": self._since(min(sample.observed_at, sample.received_at)),
+            },
+            "telemetry_fault": state.missed,
+            "sample_invalid": state.invalid,
+        }
+
+    def resident(self, state: AcceleratorState, record: ResidentRecord) -> Document:
+        resident, process, eviction = record.resident, record.process, record.eviction
+        deployment = self.world.deployments.get(resident.deployment_id)
+        until = kept_until(Draft(self.world, self.now), record) if resident.state is ResidentState.READY else None
+        active = self.view.active_leases(resident.accelerator_id, resident.deployment_id)
+        return {
+            "resident_id": resident.resident_id,
+            "deployment_id": resident.deployment_id,
+            "capability": None if deployment is None else deployment.spec.capability,
+            "accelerator_id": resident.accelerator_id,
+            "node_id": state.node_id,
+            "state": resident.state.value,
+            "since": format_instant(_state_since(record)),
+            "attributed_bytes": resident.attributed_bytes,
+            "reserved_bytes": resident.reserved_bytes,
+            "attribution": resident.attribution.value,
+            "residency": None if deployment is None else deployment.spec.residency.policy.value,
+            "last_used_at": format_instant(resident.last_used_at),
+            "kept_until": _instant(until),
+            "protected_until": _instant(resident.protected_until),
+            "active_leases": len(active),
+            "running_requests": resident.running_requests,
+            "process": None
+            if process is None
+            else {"pid": process.pid, "start_ticks": process.start_ticks, "alive": record.alive},
+            "eviction": None
+            if eviction is None
+            else {
+                "cause": eviction.cause.value,
+                "started_at": format_instant(eviction.started_at),
+                "by_lease_id": eviction.by_lease_id,
+            },
+            "awaits": list(record.awaits),
+        }
+
+    def queue(self) -> list[Document]:
+        return [self._waiter(place, request) for place, request in enumerate(waiting(self.world), start=1)]
+
+    def _waiter(self, place: int, request: RequestState) -> Document:
+        question, waiting_for = request.question, request.waiting_for
+        return {
+            "place": place,
+            "request_id": question.request_id,
+            "client_id": question.client_id,
+            "capability": question.capability,
+            "priority": question.priority.value,
+            "operation": request.operation,
+            "phase": request.phase.value,
+            "requested_at": format_instant(question.requested_at),
+            "waited_ms": self._since(question.requested_at),
+            "deadline": _instant(question.deadline),
+            "queue_until": format_instant(request.queue_until),
+            "waiting_for": None if waiting_for is None else _waiting_for(waiting_for),
+            "estimated_wait_ms": None if waiting_for is None else self._estimated_wait_ms(waiting_for),
+        }
+
+    def _estimated_wait_ms(self, waiting_for: WaitingFor) -> int | None:
+        """How long until what it waits for is expected to be over; None where nothing but others' work decides."""
+        if waiting_for.reason in (Reason.WAITING_FOR_DRAIN, Reason.RESIDENT_DRAINING):
+            return self._until_unloaded(waiting_for)
+        if waiting_for.reason in (Reason.RESIDENCY_PROTECTED, Reason.LOAD_BACKOFF):
+            until = waiting_for.not_before
+            return None if until is None else max(0, until - self.now) // MICROS_PER_MS
+        return None
+
+    def _until_unloaded(self, waiting_for: WaitingFor) -> int | None:
+        ends: list[int] = []
+        for resident_id in waiting_for.resident_ids:
+            found = self.world.find_resident(resident_id)
+            if found is None:
+                continue
+            _, record = found
+            deployment = self.view.deployments.get(record.resident.deployment_id)
+            if record.eviction is None or deployment is None:
+                return None
+            ends.append(record.eviction.started_at + milliseconds(deployment.unload_ms))
+        return max((max(0, instant - self.now) // MICROS_PER_MS for instant in ends), default=None)
+
+    def deployment(self, deployment: DeploymentState) -> Document:
+        spec = deployment.spec
+        planned = self.view.deployments[spec.deployment_id]
+        measured = self._measured(planned)
+        return {
+            "deployment_id": spec.deployment_id,
+            "capability": spec.capability,
+            "kind": spec.kind.value,
+            "runtime": spec.runtime,
+            "config_hash": spec.config_hash,
+            "priority": spec.priority.value,
+            "concurrency": spec.concurrency,
+            "queue_limit": spec.queue_limit,
+            "fallback_rank": spec.fallback_rank,
+            "residency": {"policy": spec.residency.policy.value, "ttl_seconds": spec.residency.ttl_seconds},
+            "load_ms": planned.load_ms,
+            "unload_ms": planned.unload_ms,
+            "measured": measured,
+            "problem": None if measured else Reason.NO_MEASURED_ENVELOPE.value,
+            "backoff": [
+                {"accelerator_id": backoff.accelerator_id, "until": format_instant(backoff.until)}
+                for backoff in sorted(planned.backoff, key=lambda one: one.accelerator_id)
+                if backoff.until > self.now
+            ],
+        }
+
+    def _measured(self, deployment: Deployment) -> list[Document]:
+        """What its present configuration was measured to take on each class of accelerator that is here."""
+        found: dict[str, Document] = {}
+        for state in self.accelerators:
+            accelerator = state.accelerator
+            envelope = envelope_of(deployment, accelerator, active=True)
+            if accelerator.kind is deployment.kind and envelope is not None:
+                found[accelerator.gpu_class] = {
+                    "gpu_class": accelerator.gpu_class,
+                    "idle_bytes": envelope.idle_bytes,
+                    "peak_bytes": envelope.peak_bytes,
+                    "requirement_bytes": with_margin(self.world.policy, envelope.peak_bytes),
+                    "measured_at": format_instant(envelope.measured_at),
+                    "suspect": envelope.suspect,
+                }
+        return [measured for _, measured in sorted(found.items())]
+
+    def _since(self, instant: int) -> int:
+        return max(0, self.now - instant) // MICROS_PER_MS
+
+
+def _state_since(record: ResidentRecord) -> int:
+    """When a resident came into its state, as far as the state tells."""
+    resident = record.resident
+    if record.eviction is not None:
+        return record.eviction.started_at
+    if resident.state is ResidentState.DRAINING and record.drain_started_at is not None:
+        return record.drain_started_at
+    if resident.state is ResidentState.READY:
+        return resident.loaded_at + milliseconds(resident.start_ms)
+    return resident.loaded_at
+
+
+def _waiting_for(waiting_for: WaitingFor) -> Mapping[str, Any]:
+    return {
+        "accelerator_id": waiting_for.accelerator_id,
+        "deployment_id": waiting_for.deployment_id,
+        "reason": waiting_for.reason.value,
+        "needed_bytes": waiting_for.needed_bytes,
+        "resident_ids": list(waiting_for.resident_ids),
+        "not_before": _instant(waiting_for.not_before),
+    }
+
+
+def _instant(instant: int | None) -> str | None:
+    return None if instant is None else format_instant(instant)

@@ -9,6 +9,7 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -85,6 +86,13 @@ def holder(path: str | Path) -> int | None:
     finally:
         os.close(descriptor)
     raise LedgerUnavailable(f"{ledger} is in use, but its lock does not say by whom")
+
+
+def taken_at(path: str | Path) -> int | None:
+    """When the lock was last taken or released, in microseconds of the wall clock. Raises LedgerUnavailable."""
+    with translated(_lock_file(Path(path).absolute())), suppress(FileNotFoundError):
+        return _lock_file(Path(path).absolute()).stat().st_mtime_ns // 1000
+    return None
 
 
 def _lock_file(ledger: Path) -> Path:

@@ -41,6 +41,11 @@ class FaultCode(StrEnum):
     UNEXPECTED_ERROR = "UNEXPECTED_ERROR"
 
 
+def fault(accelerator_id: str | None, code: str, health: Health | None = None) -> TelemetryFault:
+    """The value of the port; its code is plain text, as it stands in the ledger."""
+    return TelemetryFault(accelerator_id, str(code), health)
+
+
 def faults_of(accelerator_ids: Iterable[str], code: str, health: Health | None = None) -> tuple[TelemetryFault, ...]:
     """The same fault for each of them; one fault of no accelerator when there are none."""
-    return tuple(TelemetryFault(one, code, health) for one in accelerator_ids) or (TelemetryFault(None, code, health),)
+    return tuple(fault(one, code, health) for one in accelerator_ids) or (fault(None, code, health),)

@@ -19,12 +19,11 @@ from gpuledger.domain.state import Health, Kind
 from gpuledger.domain.units import MAX_INTEGER
 
 from . import nvml_binding as nvml
-from .faults import FaultCode, faults_of
+from .faults import FaultCode, fault, faults_of
 from .nvml_binding import Device, DeviceMemory, DeviceProcess, NvmlBinding, NvmlError
+from .nvml_session import NvmlSession
 from .processes import Forest, Owned, Tree
 from .source import SourceReading
-
-_NANOS_PER_MS: Final = 1_000_000
 
 #: PID_MAX_LIMIT of a 64-bit kernel. A mismatch of driver and binding once handed bytes over as pids.
 _MAX_PID: Final = 2**22
@@ -138,7 +137,7 @@ class NvmlSource:
         A session is begun at most every `retry_ms`. While a card is gone and others answer, it is begun anew only
         every `refresh_ms`: without persistence mode that re-initialises the healthy cards, for seconds.
         """
-        self._session = _Session(NvmlBinding(library), retry_ms, refresh_ms, monotonic_ns)
+        self._session = NvmlSession(NvmlBinding(library), retry_ms, refresh_ms, monotonic_ns)
         self._binding = self._session.binding
         #: uuid -> index at which it was last found.
         self._known: dict[str, int] = {}
@@ -162,7 +161,7 @@ class NvmlSource:
                 faults.append(_fault(card.uuid, error))
                 failing = failing or error.code not in _NOT_OFFERED
             except _Unusable as error:
-                faults.append(TelemetryFault(card.uuid, error.code, None))
+                faults.append(fault(card.uuid, error.code))
         self._session.judge(failing=failing, others_answer=bool(readings))
         return SourceReading(tuple(readings), tuple(faults))
 
@@ -183,7 +182,7 @@ class NvmlSource:
                 silent[index] = error
         found = {card.uuid: card.index for card in cards}
         faults = [
-            _fault(uuid, silent.pop(index)) if index in silent else _vanished(uuid)
+            _fault(uuid, silent.pop(index)) if index in silent else fault(uuid, FaultCode.GPU_VANISHED, Health.LOST)
             for uuid, index in sorted(self._known.items())
             if uuid not in found
         ]
@@ -274,52 +273,6 @@ class NvmlSource:
         return Health.HEALTHY, ""
 
 
-class _Session:
-    """When NVML is initialised, and when anew: it comes back after a driver's reload only by being closed first."""
-
-    def __init__(self, binding: NvmlBinding, retry_ms: int, refresh_ms: int, monotonic_ns: Callable[[], int]) -> None:
-        self.binding = binding
-        self._retry_ns = retry_ms * _NANOS_PER_MS
-        self._refresh_ns = refresh_ms * _NANOS_PER_MS
-        self._monotonic_ns = monotonic_ns
-        self._driver_version: str | None = None
-        self._error = NvmlError(nvml.UNINITIALIZED, "nvmlInit")
-        #: Not before, and due at: both by the monotonic clock.
-        self._retry_at_ns: int | None = None
-        self._refresh_at_ns: int | None = None
-
-    def begin(self) -> str:
-        """The driver's version, in an open session. Raises NvmlError: the newest one while it is too early to retry."""
-        now_ns = self._monotonic_ns()
-        if self._driver_version is not None and self._refresh_at_ns is not None and now_ns >= self._refresh_at_ns:
-            self._end()
-        if self._driver_version is not None:
-            return self._driver_version
-        if self._retry_at_ns is not None and now_ns < self._retry_at_ns:
-            raise self._error
-        self._retry_at_ns = now_ns + self._retry_ns
-        self.binding.open()
-        self._driver_version = self.binding.driver_version()
-        return self._driver_version
-
-    def abandon(self, error: NvmlError) -> None:
-        """The driver as a whole failed: end the session, to begin a new one when it is time."""
-        self._error = error
-        self._end()
-
-    def judge(self, *, failing: bool, others_answer: bool) -> None:
-        """After a sample: a card that fails is looked for in a new session, less often while others would suffer."""
-        if not failing:
-            self._refresh_at_ns = None
-        elif self._refresh_at_ns is None:
-            self._refresh_at_ns = self._monotonic_ns() + (self._refresh_ns if others_answer else self._retry_ns)
-
-    def _end(self) -> None:
-        self._driver_version = None
-        self._refresh_at_ns = None
-        self.binding.close()
-
-
 def _offered(call: Callable[[Device], _T], device: Device) -> _T | None:
     """The answer, or None where this is not offered. Raises NvmlError for everything else."""
     try:
@@ -368,8 +321,4 @@ def _code(error: NvmlError) -> str:
 
 
 def _fault(uuid: str | None, error: NvmlError) -> TelemetryFault:
-    return TelemetryFault(uuid, _code(error), _HEALTH.get(error.code))
-
-
-def _vanished(uuid: str) -> TelemetryFault:
-    return TelemetryFault(uuid, FaultCode.GPU_VANISHED, Health.LOST)
+    return fault(uuid, _code(error), _HEALTH.get(error.code))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from gpuledger.adapters import procfs
 from gpuledger.adapters.telemetry import processes
 from gpuledger.adapters.telemetry.node import NodeTelemetry
 from gpuledger.adapters.telemetry.nvml import NvmlSource, probe
@@ -189,6 +190,7 @@ def test_impossible_figures_are_a_fault_of_their_card_alone(bench: Bench, card: 
         (replace(ONE, memory_error=3), "NOT_SUPPORTED"),
         (replace(ONE, memory_error=4), "NVML_NO_PERMISSION"),
         (replace(ONE, mig=1), "MIG_NOT_SUPPORTED_YET"),
+        (replace(ONE, mig=4), "NVML_NO_PERMISSION"),
         (replace(ONE, memory_error=16), "NVML_RESET_REQUIRED"),
         (replace(ONE, process_error=999), "NVML_UNKNOWN"),
         (replace(ONE, memory_error=77), "NVML_ERROR_77"),
@@ -310,6 +312,39 @@ def test_a_dead_resident_keeps_what_the_driver_has_not_taken_back(bench: Bench) 
 
     bench.shim.set([ONE])
     assert bench.reading([resident]).managed == (ManagedReading("res-1", alive=False, used_bytes=0),)
+
+
+def test_a_driver_that_still_lists_a_pid_gives_it_to_nobody_else(bench: Bench) -> None:
+    """What a resident held is not inherited: not by a stranger with its pid, not by its successor's name."""
+    with running(*with_worker()) as root:
+        worker = int(read_line(root))
+        resident = managed(root.pid)
+        bench.shim.set([replace(ONE, processes=(ShimProcess(worker, GIB),))])
+        assert bench.reading([resident]).managed[0].used_bytes == GIB
+
+        successor = replace(resident, resident_id="res-2", process=replace(resident.process, start_ticks=1))
+        reading = bench.reading([successor])
+        assert reading.managed == (ManagedReading("res-2", alive=False, used_bytes=0),)
+        assert reading.foreign_processes == 1
+
+
+def test_a_listed_pid_that_a_stranger_got_is_foreign(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(*with_worker()) as root:
+        worker = int(read_line(root))
+        resident = managed(root.pid)
+        bench.shim.set([replace(ONE, processes=(ShimProcess(worker, GIB),))])
+        bench.reading([resident])
+        found = procfs.scan()
+
+    def scan_later(proc: Path) -> procfs.ProcessTable:
+        """The worker has ended, and its pid is that of a process that started afterwards."""
+        stranger = replace(found.entries[worker], parent=1, group=1, session=1, start_ticks=2**40)
+        return procfs.ProcessTable(found.boot_id, {root.pid: found.entries[root.pid], worker: stranger})
+
+    monkeypatch.setattr(processes, "scan", scan_later)
+    reading = bench.reading([resident])
+    assert reading.managed == (ManagedReading("res-1", alive=True, used_bytes=0),)
+    assert reading.foreign_processes == 1
 
 
 def wait_for(pidfd: int) -> None:
@@ -446,6 +481,24 @@ def test_a_lost_card_is_looked_for_anew_less_often_while_others_answer(bench: Be
     assert uuids(bench.sample(after_ms=1)) == [A, B]
 
 
+@pytest.mark.parametrize(
+    ("first", "later"),
+    [
+        pytest.param(replace(ONE, error=15), ONE, id="it came back by itself"),
+        pytest.param(replace(ONE, memory_error=3), replace(ONE, memory_error=3), id="it will never answer"),
+        pytest.param(replace(ONE, mig=1), replace(ONE, mig=1), id="it is partitioned"),
+    ],
+)
+def test_no_new_session_is_begun_for_nothing(bench: Bench, first: ShimCard, later: ShimCard) -> None:
+    bench.shim.set([first, OTHER])
+    bench.sample()
+    bench.shim.set([later, OTHER])
+    bench.sample()
+
+    bench.shim.set([later, OTHER], load=2)  # the session at hand stumbles over this, and a new one would not
+    assert {fault.code for fault in bench.sample(after_ms=60_000).faults} == {"NVML_UNKNOWN"}
+
+
 def test_without_a_library_there_is_a_fault_and_no_crash(bench: Bench) -> None:
     bench.shim.uninstall()
     assert faults(bench.sample()) == {(None, "NVML_LIBRARY_NOT_FOUND", None)}
@@ -496,6 +549,7 @@ def test_probe_finds_none_on_a_machine_without_a_card(shim: NvmlShim, tmp_path: 
 
 CHILD = """
 import json, sys
+from gpuledger.adapters import procfs
 from gpuledger.adapters.telemetry import processes
 from gpuledger.adapters.telemetry.node import NodeTelemetry
 from gpuledger.adapters.telemetry.nvml import NvmlSource, probe

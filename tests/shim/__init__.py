@@ -37,7 +37,10 @@ class ShimProcess:
 
 @dataclass(frozen=True, slots=True)
 class ShimCard:
-    """A card. `free_bytes` None: total - used. `mig`, `ecc_errors`, `remap` (pending, failed) None: not supported."""
+    """A card. `free_bytes` None: total - used. `mig`, `ecc_errors`, `remap` (pending, failed) None: not supported.
+
+    `mig` is 0 or 1, or the error that asking for it answers.
+    """
 
     uuid: str
     name: str = "NVIDIA GeForce RTX 3090"

@@ -9,7 +9,8 @@
  *     card UUID          the lines up to the next card are about this one
  *       name TEXT, total N, used N, free N
  *       error CODE, memory_error CODE, process_error CODE     what all its calls, or those, answer
- *       mig 0|1, ecc COUNT, remap PENDING FAILED              not supported when left out, as on a desktop's card
+ *       mig 0|1, ecc COUNT, remap PENDING FAILED              not supported when left out, as on a desktop's card;
+ *                                                             mig beyond 1 is what is answered instead
  *       process LIST PID BYTES                                compute, graphics or mps; - for bytes that are withheld
  *
  * The calls and structures are those of driver 510 and later, as nvml.h documents them.
@@ -200,6 +201,7 @@ int nvmlDeviceGetMigMode(char *handle, unsigned *current, unsigned *pending) {
     card *one;
     int code = find(handle, &one);
     if (code || one->mig < 0) return code ? code : UNSUPPORTED;
+    if (one->mig > 1) return one->mig;
     *current = *pending = one->mig;
     return OK;
 }

@@ -73,3 +73,15 @@ def test_the_real_clock_is_the_wall_clock_and_does_not_run_backwards() -> None:
     instants = [clock.now() for _ in range(1_000)]
     assert instants == sorted(instants)
     assert instants[0] >= before - 1_000
+
+
+def test_time_passes_while_the_machine_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def clock_gettime_ns(clock: int) -> int:
+        asked.append(clock)
+        return 0
+
+    monkeypatch.setattr(time, "clock_gettime_ns", clock_gettime_ns)
+    LedgerClock().now()
+    assert set(asked) == {time.CLOCK_BOOTTIME}

@@ -278,13 +278,28 @@ def test_version_1_without_a_limit(host: FakeHost) -> None:
     assert host.reading().total_bytes == 64 * GIB
 
 
-@pytest.mark.parametrize("group", ["/docker/abc", "/../../elsewhere", "/another"])
-def test_a_container_sees_its_own_part_of_the_hierarchy(host: FakeHost, group: str) -> None:
-    """The path of the group is that of the machine, what is mounted is the container's; it is its own top."""
-    host.mount("35 31 0:32 /docker/abc CGROUPS ro - cgroup cgroup rw,memory")
+@pytest.mark.parametrize(
+    ("mounted", "group"),
+    [
+        pytest.param("/docker/abc", "/docker/abc", id="no namespace"),
+        pytest.param("/docker/abc", "/another/one/inside", id="of another container"),
+        pytest.param("/", "/../elsewhere", id="outside of its namespace"),
+    ],
+)
+def test_a_container_sees_its_own_part_of_the_hierarchy(host: FakeHost, mounted: str, group: str) -> None:
+    """The path of the group may be that of the machine; what is mounted is the container's, and it is its own top."""
+    host.mount(f"35 31 0:32 {mounted} CGROUPS ro - cgroup cgroup rw,memory")
     host.write("self/cgroup", f"4:memory:{group}\n")
     host.group_v1("", 8 * GIB, current=GIB)
+    for of_others in ("../elsewhere", "inside", "docker/abc"):
+        host.group_v1(of_others, GIB)
     assert host.reading().total_bytes == 8 * GIB
+
+
+def test_a_hierarchy_that_we_are_not_in_limits_nothing(host: FakeHost) -> None:
+    host.mount(MOUNT_V1)
+    host.group_v1("", 8 * GIB)
+    assert host.reading().total_bytes == 64 * GIB
 
 
 def test_both_versions_at_once(host: FakeHost) -> None:

@@ -85,7 +85,9 @@ def test_every_source_is_closed_though_one_fails() -> None:
 
 
 def test_a_fault_of_no_known_accelerator_is_one_fault() -> None:
-    assert faults_of([], FaultCode.NVML_UNKNOWN) == (TelemetryFault(None, "NVML_UNKNOWN", None),)
+    (fault,) = faults_of([], FaultCode.NVML_UNKNOWN)
+    assert fault == TelemetryFault(None, "NVML_UNKNOWN", None)
+    assert type(fault.code) is str  # what the ledger takes
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def record_sample(draft: Draft, taken: SampleTaken) -> None:
         _record_pressure(draft, before.accelerators[one.accelerator_id], one)
         _record_materialized(draft, one.accelerator_id)
     for reading in taken.reading.accelerators:
-        _record_health(draft, reading.accelerator_id, reading.health, "telemetry")
+        _record_health(draft, reading.accelerator_id, reading.health, reading.health_cause or "telemetry")
         _revise_total(draft, reading)
 
 

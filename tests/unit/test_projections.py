@@ -1,0 +1,309 @@
+"""Projections: folds of a lived ledger, held against the state and against the events themselves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import reduce
+from typing import Any
+
+import pytest
+
+from gpuledger.domain.events import (
+    EVENT_TYPES,
+    EvictionCause,
+    FailureRecorded,
+    LeaseExpired,
+    LeaseGranted,
+    LeasePreempted,
+    LeaseReleased,
+    LeaseRenewed,
+    MemoryNotReclaimed,
+    PlanDecided,
+    PolicyRevised,
+    Recorded,
+    RequestFailed,
+    RequestQueued,
+    ResidentEvicted,
+    ResidentFailed,
+)
+from gpuledger.domain.failures import Failure
+from gpuledger.domain.policy import Policy
+from gpuledger.domain.queue import waiting
+from gpuledger.domain.reasons import Reason, Verdict
+from gpuledger.domain.state import ResidentState
+from gpuledger.domain.world import World, evolve
+from gpuledger.projections import failures, leases, plan_history, queue, residency
+from tests.simulation.ledgers import Lived, crowded_and_killed, crowded_minutes
+
+PROJECTIONS: list[tuple[Any, Any]] = [
+    (plan_history, plan_history.PlanHistory()),
+    (leases, leases.Leases()),
+    (residency, residency.Residency()),
+    (queue, queue.Queue()),
+    (failures, failures.Failures()),
+]
+
+
+@pytest.fixture(scope="module")
+def story() -> Lived:
+    return crowded_minutes()
+
+
+@pytest.mark.parametrize(("projection", "empty"), PROJECTIONS)
+class TestEveryProjection:
+    def test_its_types_are_in_the_closed_list(self, projection: Any, empty: Any) -> None:
+        assert set(EVENT_TYPES) >= projection.TYPES
+
+    def test_only_its_types_move_it(self, projection: Any, empty: Any, story: Lived) -> None:
+        whole = reduce(projection.evolve, story.events, empty)
+        own = [event for event in story.events if type(event.data).__name__ in projection.TYPES]
+        assert replace(reduce(projection.evolve, own, empty), seq=whole.seq) == whole
+
+    def test_it_knows_its_position(self, projection: Any, empty: Any, story: Lived) -> None:
+        assert empty.seq == 0
+        assert reduce(projection.evolve, story.events, empty).seq == len(story.events)
+
+    def test_pages_make_no_difference(self, projection: Any, empty: Any, story: Lived) -> None:
+        half = reduce(projection.evolve, story.events[:300], empty)
+        assert reduce(projection.evolve, story.events[300:], half) == reduce(projection.evolve, story.events, empty)
+
+    def test_an_end_without_a_beginning_changes_nothing(self, projection: Any, empty: Any, story: Lived) -> None:
+        """A window of the newest events may begin anywhere: what it ends may not be in it."""
+        window = [event for event in story.events if not isinstance(event.data, LeaseGranted | PolicyRevised)]
+        state = reduce(projection.evolve, window, empty)
+        for held in ("held", "present"):
+            assert not getattr(state, held, None)
+
+
+class TestPlanHistory:
+    def test_newest_first(self, story: Lived) -> None:
+        history = reduce(plan_history.evolve, story.events, plan_history.PlanHistory())
+        plans = [event for event in story.events if isinstance(event.data, PlanDecided)]
+        assert [record.seq for record in history.newest()] == [event.seq for event in reversed(plans)]
+        assert [record.seq for record in history.newest(3)] == [event.seq for event in reversed(plans)][:3]
+        assert history.newest(0) == ()
+
+    def test_it_is_bounded_by_the_policy(self, story: Lived) -> None:
+        revised = Recorded(1, 0, "policy", 1, PolicyRevised(Policy(plan_history_limit=7), "operator"))
+        short = plan_history.evolve(plan_history.PlanHistory(), revised)
+        plans = [event for event in story.events if isinstance(event.data, PlanDecided)]
+        history = reduce(plan_history.evolve, plans, short)
+        assert history.limit == len(history.records) == 7
+        lower = replace(revised, data=PolicyRevised(Policy(plan_history_limit=2), "operator"))
+        assert [one.seq for one in plan_history.evolve(history, lower).records] == [one.seq for one in plans[-2:]]
+
+    def test_a_record_says_what_was_decided(self, story: Lived) -> None:
+        history = reduce(plan_history.evolve, story.events, plan_history.PlanHistory())
+        record = history.newest(1, verdict=Verdict.ADMIT_AFTER_EVICTION)[0]
+        decided = story.events[record.seq - 1].data
+        assert isinstance(decided, PlanDecided)
+        assert (record.plan_id, record.request_id, record.fingerprint) == (
+            decided.plan_id,
+            decided.request_id,
+            decided.fingerprint,
+        )
+        assert record.accelerator_id == "GPU-0"
+        assert record.evictions == len(decided.plan["evictions"]) > 0
+        assert record.estimate_ms == decided.plan["estimate_ms"]
+
+    @pytest.mark.parametrize(
+        "chosen",
+        [
+            {"capability": "chat@1"},
+            {"verdict": Verdict.QUEUE},
+            {"reason": Reason.WAITING_FOR_DRAIN},
+            {"accelerator_id": "GPU-0"},
+            {"capability": "chat@1", "verdict": Verdict.QUEUE, "reason": Reason.QUEUED_BEHIND},
+        ],
+    )
+    def test_filters(self, story: Lived, chosen: dict[str, Any]) -> None:
+        history = reduce(plan_history.evolve, story.events, plan_history.PlanHistory())
+        found = history.newest(**chosen)
+        fields = {"capability": "capability", "verdict": "verdict", "accelerator_id": "accelerator_id"}
+        assert found
+        for record in history.records:
+            fits = all(getattr(record, fields[key]) == value for key, value in chosen.items() if key in fields)
+            fits = fits and ("reason" not in chosen or chosen["reason"] in record.reasons)
+            assert (record in found) == fits
+        assert history.newest(accelerator_id="GPU-7") == ()
+
+    def test_a_plan_document_that_is_none(self, story: Lived) -> None:
+        event = story.newest(PlanDecided)
+        assert isinstance(event.data, PlanDecided)
+        nonsense: dict[str, Any] = {"capability": 7, "evictions": "all", "waiting_for": ["GPU-0"], "estimate_ms": "1"}
+        forged = replace(event, data=replace(event.data, plan=nonsense))
+        (record,) = plan_history.evolve(plan_history.PlanHistory(), forged).records
+        assert (record.capability, record.evictions, record.waiting_reason, record.estimate_ms) == (None, 0, None, None)
+
+
+class TestLeases:
+    def test_after_every_event_they_are_those_of_the_state(self, story: Lived) -> None:
+        world, state = World(), leases.Leases()
+        for event in story.events:
+            world, state = evolve(world, event), leases.evolve(state, event)
+            lived = {record.lease.lease_id: record.lease for _, record in world.leases()}
+            assert set(state.held) == set(lived)
+            for lease_id, lease in lived.items():
+                view = state.held[lease_id]
+                assert (view.expires_at, view.materialized_bytes) == (lease.expires_at, lease.materialized_bytes)
+
+    def test_no_expired_lease_is_live(self) -> None:
+        killed = crowded_and_killed()
+        state = reduce(leases.evolve, killed.events, leases.Leases())
+        assert state.held
+        for lease in state.held.values():
+            assert lease in state.live(lease.expires_at - 1)
+            assert lease not in state.live(lease.expires_at)
+            assert lease not in state.live(lease.expires_at + 1)
+
+    def test_ends_and_their_causes(self, story: Lived) -> None:
+        state = reduce(leases.evolve, story.events, leases.Leases())
+        assert not state.held
+        ended = {lease.lease_id: lease.ended_by for lease in state.ended}
+        for event in story.events:
+            match event.data:
+                case LeaseReleased(lease_id=lease_id, cause=cause):
+                    assert ended[lease_id] == cause
+                case LeasePreempted(lease_id=lease_id):
+                    assert ended[lease_id] == "preempted"
+                case _:
+                    continue
+        assert set(ended.values()) >= {"completed", "failed", "preempted"}
+        newest = state.last_ended(2)
+        assert [lease.ended_seq for lease in newest] == sorted((one.ended_seq or 0 for one in newest), reverse=True)
+
+    def test_renewals_expiry_and_failure(self, story: Lived) -> None:
+        granted = story.newest(LeaseGranted)
+        assert isinstance(granted.data, LeaseGranted)
+        lease_id, resident_id = granted.data.lease_id, granted.data.resident_id
+        held = leases.evolve(leases.Leases(), granted)
+        renewed = leases.evolve(held, _next(granted, LeaseRenewed(lease_id, granted.data.expires_at + 5)))
+        (view,) = renewed.live(granted.data.expires_at)
+        assert (view.renewals, view.renewed_at) == (1, granted.at + 1)
+        expired = leases.evolve(renewed, _next(granted, LeaseExpired(lease_id, resident_id, 99)))
+        assert [(one.ended_by, one.ended_at) for one in expired.ended] == [("expired", 99)]
+        failed = ResidentFailed(resident_id, "chat", Failure.RUNTIME_CRASH, "signal_11", 98, 1, None)
+        crashed = leases.evolve(renewed, _next(granted, failed))
+        assert [(one.ended_by, one.ended_at) for one in crashed.ended] == [("resident_failed", 98)]
+        assert not crashed.held
+
+    def test_what_has_ended_is_bounded(self, story: Lived) -> None:
+        granted, released = story.newest(LeaseGranted), story.newest(LeaseReleased)
+        assert isinstance(granted.data, LeaseGranted)
+        assert isinstance(released.data, LeaseReleased)
+        state = leases.Leases()
+        for number in range(leases.ENDED_LIMIT + 3):
+            state = leases.evolve(state, replace(granted, data=replace(granted.data, lease_id=f"l{number}")))
+            state = leases.evolve(state, replace(released, data=replace(released.data, lease_id=f"l{number}")))
+        assert len(state.ended) == leases.ENDED_LIMIT
+        assert state.last_ended(1)[0].lease_id == f"l{leases.ENDED_LIMIT + 2}"
+
+
+class TestResidency:
+    def test_after_every_event_it_is_that_of_the_state(self, story: Lived) -> None:
+        world, state = World(), residency.Residency()
+        for event in story.events:
+            world, state = evolve(world, event), residency.evolve(state, event)
+            lived = {record.resident.resident_id: record for _, record in world.residents()}
+            assert set(state.present) == set(lived)
+            for resident_id, record in lived.items():
+                view = state.present[resident_id]
+                assert view.state is record.resident.state
+                assert view.pid == (None if record.process is None else record.process.pid)
+                assert view.state_since <= event.at
+
+    def test_what_left_says_how(self, story: Lived) -> None:
+        state = reduce(residency.evolve, story.events, residency.Residency())
+        assert not state.present
+        evicted = [event.data for event in story.events if isinstance(event.data, ResidentEvicted)]
+        assert [view.resident_id for view in state.gone] == [data.resident_id for data in evicted]
+        causes = {view.eviction_cause for view in state.gone}
+        assert causes >= {EvictionCause.PLAN, EvictionCause.ON_DEMAND, EvictionCause.FAILED, EvictionCause.SHUTDOWN}
+        failed = next(view for view in state.gone if view.failure is not None)
+        assert failed.failure == "MODEL_LOAD_FAILED"
+        assert sum(view.uses for view in state.gone) == sum(
+            isinstance(event.data, LeaseReleased) and event.data.used for event in story.events
+        )
+
+    def test_on_an_accelerator(self) -> None:
+        state = reduce(residency.evolve, crowded_and_killed().events, residency.Residency())
+        assert [view.resident_id for view in state.on("GPU-0")] == sorted(state.present)
+        assert state.on("GPU-1") == ()
+
+    def test_memory_that_did_not_come_back(self) -> None:
+        state = reduce(residency.evolve, crowded_and_killed().events, residency.Residency())
+        view = next(iter(state.present.values()))
+        stays = MemoryNotReclaimed(view.resident_id, view.deployment_id, 7, 1234)
+        state = residency.evolve(state, Recorded(state.seq + 1, 7, "accelerator:GPU-0", 1, stays))
+        assert state.gone[-1].residual_bytes == 1234
+        assert state.gone[-1].state is view.state is not ResidentState.FAILED
+
+    def test_what_is_gone_is_bounded(self, story: Lived) -> None:
+        granted, evicted = story.newest(LeaseGranted), story.newest(ResidentEvicted)
+        assert isinstance(granted.data, LeaseGranted)
+        assert isinstance(evicted.data, ResidentEvicted)
+        state = residency.Residency()
+        for number in range(residency.GONE_LIMIT + 3):
+            state = residency.evolve(state, replace(granted, data=replace(granted.data, resident_id=f"x{number}")))
+            state = residency.evolve(state, replace(evicted, data=replace(evicted.data, resident_id=f"x{number}")))
+        assert len(state.gone) == residency.GONE_LIMIT
+
+
+class TestQueue:
+    def test_after_every_event_it_is_that_of_the_state(self, story: Lived) -> None:
+        world, state = World(), queue.Queue()
+        for event in story.events:
+            world, state = evolve(world, event), queue.evolve(state, event)
+            assert set(state.open_requests) == set(world.requests)
+            lived = [request.question.request_id for request in waiting(world)]
+            assert [waiter.request_id for waiter in state.waiting()] == lived
+
+    def test_who_waited_and_how_it_ended(self, story: Lived) -> None:
+        state = reduce(queue.evolve, story.events, queue.Queue())
+        queued = {event.data.request_id for event in story.events if isinstance(event.data, RequestQueued)}
+        assert {wait.request_id for wait in state.waits if wait.granted} <= queued
+        assert any(not wait.granted for wait in state.waits)
+        refused = [event.data.request_id for event in story.events if isinstance(event.data, RequestFailed)]
+        assert {wait.request_id for wait in state.waits if not wait.granted} <= set(refused)
+        assert all(wait.waited_ms >= 0 for wait in state.waits)
+
+    def test_a_place_that_changes(self) -> None:
+        state = reduce(queue.evolve, crowded_and_killed().events, queue.Queue())
+        waiter = state.waiting()[0]
+        assert waiter.waiting_for is not None
+        elsewhere = replace(waiter.waiting_for, reason=Reason.LOAD_BACKOFF)
+        again = RequestQueued(waiter.request_id, waiter.requested_at, elsewhere)
+        moved = queue.evolve(state, Recorded(state.seq + 1, 10**16, f"request:{waiter.request_id}", 9, again))
+        after = moved.open_requests[waiter.request_id]
+        assert after.waiting_for == elsewhere
+        assert (after.places, after.waiting_since) == (waiter.places + 1, waiter.waiting_since)
+
+
+class TestFailures:
+    def test_capacity_is_counted_apart(self, story: Lived) -> None:
+        state = reduce(failures.evolve, story.events, failures.Failures())
+        refused = [
+            event.data.reason
+            for event in story.events
+            if isinstance(event.data, RequestFailed) and event.data.reason is not None
+        ]
+        assert sum(state.capacity_refusals.values()) + sum(state.other_refusals.values()) == len(refused)
+        assert state.capacity_refusals == {Reason.DEADLINE_CANNOT_BE_MET: 1}
+        assert state.internal == {Failure.MODEL_LOAD_FAILED: 1}
+        assert Reason.QUEUED_BEHIND in state.other_refusals
+
+    def test_the_newest_are_kept_in_full(self, story: Lived) -> None:
+        event = story.newest(FailureRecorded)
+        assert isinstance(event.data, FailureRecorded)
+        state = failures.Failures()
+        for number in range(failures.RECENT_LIMIT + 3):
+            state = failures.evolve(state, replace(event, seq=number + 1))
+        assert len(state.recent) == failures.RECENT_LIMIT
+        assert state.internal[Failure.MODEL_LOAD_FAILED] == failures.RECENT_LIMIT + 3
+        assert [view.seq for view in state.newest(2)] == [failures.RECENT_LIMIT + 3, failures.RECENT_LIMIT + 2]
+        (view,) = state.newest(1)
+        assert (view.capability, view.detail, view.owner) == ("batch@1", "exit_status_1", "runtime adapter")
+
+
+def _next(event: Recorded, data: Any) -> Recorded:
+    return Recorded(event.seq + 1, event.at + 1, event.stream, event.version + 1, data)

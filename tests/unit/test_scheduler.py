@@ -314,17 +314,35 @@ def test_room_that_was_taken_before_the_load_is_noticed_and_the_request_planned_
     assert failed(outcome).reason is Reason.EXTERNAL_GPU_PRESSURE
 
 
-def test_preempted_work_that_has_not_begun_goes_back_to_its_place() -> None:
-    batch = replace(LARGE, deployment_id="batch", priority=Priority.BACKGROUND, interruptible=True)
-    shell = started(batch, LARGE, policy=Policy(min_residency_loads=0))
+BATCH = replace(LARGE, deployment_id="batch", priority=Priority.BACKGROUND, interruptible=True)
+
+
+def test_preempted_work_that_has_begun_is_refused_and_its_place_given_away() -> None:
+    shell = started(BATCH, LARGE)
+    shell.work_ms = lambda request_id: 60_000 if request_id == "bg" else 200
     preempted = shell.ask("bg", "batch@1", Priority.BACKGROUND)
-    shell.run_for(9)
-    shell.ask("prod", "large@1", Priority.PRODUCTION)
+    shell.run_for(12)
+    assert preempted.began_at is not None
+    served = shell.ask("prod", "large@1", Priority.PRODUCTION)
+    assert [e.requeued for e in events_of(shell, LeasePreempted)] == [False]
+    assert failed(preempted).reason is Reason.PREEMPTED
+    shell.run_for(30)
+    assert completed(served)
+
+
+def test_preempted_work_that_has_not_begun_goes_back_to_its_place() -> None:
+    shell = started(BATCH, LARGE)
+    shell.ask("first", "batch@1", Priority.BACKGROUND)
     shell.run_for(60)
-    assert completed(shell.outcomes["prod"])
-    taken = events_of(shell, LeasePreempted)
-    if taken:
-        assert taken[0].requeued is (preempted.began_at is None)
+    waiting = shell.ask("bg", "batch@1", Priority.BACKGROUND)
+    assert waiting.began_at is None, "it waits for a sample to show room"
+    served = shell.ask("prod", "large@1", Priority.PRODUCTION)
+    assert [e.requeued for e in events_of(shell, LeasePreempted)] == [True]
+    (queued,) = shell.world.queue()
+    assert (queued.request_id, queued.enqueued_at) == ("bg", waiting.asked_at)
+    shell.run_for(30)
+    assert completed(served)
+    assert shell.world.requests["bg"].preemptions == 1
 
 
 # ---- failures ---------------------------------------------------------------------------------------------------

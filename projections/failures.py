@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, TypeVar
 
 from gpuledger.domain.events import FailureRecorded, Recorded, RequestFailed
-from gpuledger.domain.failures import CAPACITY_FAILURES, Failure
+from gpuledger.domain.failures import Failure
 from gpuledger.domain.reasons import Reason
 
 _K = TypeVar("_K")
@@ -17,8 +17,29 @@ RECENT_LIMIT: Final = 200
 
 TYPES: Final = frozenset({"FailureRecorded", "RequestFailed"})
 
-#: Reasons of a refusal that are correct outcomes. (Failure classes and reasons share their names.)
-_CAPACITY: Final = frozenset(failure.value for failure in CAPACITY_FAILURES)
+#: Reasons of a refusal that say that there was no room, at once or for as long as the request could wait: correct
+#: outcomes. They are those of the capacity stage (6.3), and of the policy stage the two that are about room.
+CAPACITY_REASONS: Final = frozenset(
+    {
+        Reason.NODE_MEMORY_INSUFFICIENT,
+        Reason.REPLICA_LIMIT,
+        Reason.DEADLINE_CANNOT_BE_MET,
+        Reason.EXTERNAL_GPU_PRESSURE,
+        Reason.RESIDENT_DRAINING,
+        Reason.CONCURRENCY_LIMIT,
+        Reason.DRAINING_FOR_WAITER,
+        Reason.LOAD_BACKOFF,
+        Reason.GPU_PRESSURE_HOLD,
+        Reason.LOAD_IN_PROGRESS,
+        Reason.QUEUED_BEHIND,
+        Reason.RESIDENCY_CONFLICT,
+        Reason.RESIDENCY_PROTECTED,
+        Reason.WAITING_FOR_DRAIN,
+        Reason.INSUFFICIENT_SCHEDULABLE_VRAM,
+        Reason.EVICTION_NOT_ALLOWED,
+        Reason.QUEUE_FULL,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +84,7 @@ def evolve(failures: Failures, event: Recorded) -> Failures:
     match event.data:
         case FailureRecorded():
             return _recorded(failures, event, event.data)
-        case RequestFailed(reason=Reason() as reason) if reason.value in _CAPACITY:
+        case RequestFailed(reason=Reason() as reason) if reason in CAPACITY_REASONS:
             return replace(failures, capacity_refusals=_one_more(failures.capacity_refusals, reason))
         case RequestFailed(reason=Reason() as reason):
             return replace(failures, other_refusals=_one_more(failures.other_refusals, reason))

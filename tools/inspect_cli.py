@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import reduce
 from typing import Annotated, Any, Final, TypeAlias
@@ -18,7 +18,8 @@ from gpuledger.domain.explain import duration, size
 from gpuledger.domain.ports import LedgerReader
 from gpuledger.domain.reasons import Reason, Verdict
 from gpuledger.domain.units import format_instant
-from gpuledger.projections import plan_history
+from gpuledger.projections import failures, plan_history
+from gpuledger.projections.failures import Failures, FailureView
 from gpuledger.projections.leases import ENDED_LIMIT, Leases, LeaseView
 from gpuledger.projections.plan_history import PlanHistory, PlanRecord
 
@@ -32,6 +33,7 @@ from .story_report import story_report
 
 LEASES_SCHEMA: Final = "gpuledger.leases/1"
 PLANS_SCHEMA: Final = "gpuledger.plans/1"
+_FAILURES_SHOWN: Final = 5
 
 Document: TypeAlias = dict[str, Any]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document with exact bytes and instants.")]
@@ -53,7 +55,7 @@ def status(target: TargetArgument = None, as_json: AsJson = False, config: Confi
     with opened(target, config) as found:
         # Who drives it is asked first: a scheduler that leaves meanwhile has ended its leases in what is read then.
         source = found.source()
-        document = status_document(found.world(), found.now(), source)
+        document = status_document(found.world(), found.now(), source, _newest_failures(found.reader))
         _show(document, as_json, status_report)
 
 
@@ -139,6 +141,11 @@ def explain(
 
 
 # ---- documents --------------------------------------------------------------------------------------------------
+
+
+def _newest_failures(reader: LedgerReader) -> Sequence[FailureView]:
+    newest_first = reader.read_backward(frozenset({"FailureRecorded"}), _FAILURES_SHOWN)
+    return reduce(failures.evolve, reversed(newest_first), Failures()).newest(_FAILURES_SHOWN)
 
 
 def _plan_history(reader: LedgerReader) -> PlanHistory:

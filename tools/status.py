@@ -7,7 +7,7 @@ is shown as that, and no lease at all.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any, Final, TypeAlias
 
@@ -25,6 +25,7 @@ from gpuledger.domain.state import Deployment, Lease, ResidentState, WaitingFor
 from gpuledger.domain.units import MICROS_PER_MS, format_instant, milliseconds
 from gpuledger.domain.view import View, view_of
 from gpuledger.domain.world import World
+from gpuledger.projections.failures import FailureView
 
 SCHEMA: Final = "gpuledger.status/1"
 
@@ -55,8 +56,8 @@ class Source:
         return self.driver is Driver.RUNNING
 
 
-def status_document(world: World, now: int, source: Source) -> Document:
-    """The document of a folded state at an instant."""
+def status_document(world: World, now: int, source: Source, failures: Sequence[FailureView] = ()) -> Document:
+    """The document of a folded state at an instant. `failures`: the newest ones, which the state does not hold."""
     now = max(now, world.at)
     shown = _Shown(world, now, source)
     return {
@@ -79,6 +80,10 @@ def status_document(world: World, now: int, source: Source) -> Document:
             shown.deployment(deployment)
             for _, deployment in sorted(world.deployments.items())
             if not deployment.retired
+        ],
+        "failures": [
+            {one.name: getattr(failure, one.name) for one in fields(failure)} | {"at": format_instant(failure.at)}
+            for failure in failures
         ],
     }
 

@@ -52,6 +52,8 @@ def status_report(status: Document) -> RenderableType:
     if status["queue"]:
         parts.append(_queue(status))
     parts.append(_deployments(status))
+    if status["failures"]:
+        parts.append(_failures(status))
     return Group(*parts)
 
 
@@ -264,3 +266,18 @@ def _troubles(one: Document, now: str) -> Sequence[str]:
     troubles += [f"suspect on {m['gpu_class']}" for m in one["measured"] if m["suspect"]]
     troubles += [f"no load on {b['accelerator_id']} before {ago(b['until'], now)}" for b in one["backoff"]]
     return troubles
+
+
+def _failures(status: Document) -> Table:
+    table = table_of("Newest failures", "when", "failure", "owner", "capability", "resident", "attempt", "detail")
+    for one in status["failures"]:
+        table.add_row(
+            ago(one["at"], status["now"]),
+            one["failure"],
+            one["owner"],
+            one["capability"],
+            one["resident_id"] or "-",
+            f"{one['attempt']} of {one['limit']}",
+            printable(one["detail"]),
+        )
+    return table

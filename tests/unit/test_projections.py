@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from gpuledger.adapters.http.openai_errors import status_of
 from gpuledger.domain.events import (
     EVENT_TYPES,
     EvictionCause,
@@ -288,9 +289,14 @@ class TestFailures:
             if isinstance(event.data, RequestFailed) and event.data.reason is not None
         ]
         assert sum(state.capacity_refusals.values()) + sum(state.other_refusals.values()) == len(refused)
-        assert state.capacity_refusals == {Reason.DEADLINE_CANNOT_BE_MET: 1}
+        assert state.capacity_refusals[Reason.DEADLINE_CANNOT_BE_MET] == 1
+        assert state.capacity_refusals[Reason.QUEUED_BEHIND] > 1
+        assert state.other_refusals == {Reason.PREEMPTED: 1}
         assert state.internal == {Failure.MODEL_LOAD_FAILED: 1}
-        assert Reason.QUEUED_BEHIND in state.other_refusals
+
+    @pytest.mark.parametrize("reason", Reason)
+    def test_capacity_is_what_clients_are_told_is_capacity(self, reason: Reason) -> None:
+        assert (reason in failures.CAPACITY_REASONS) == (status_of(reason) == 429)
 
     def test_the_newest_are_kept_in_full(self, story: Lived) -> None:
         event = story.newest(FailureRecorded)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -22,6 +24,7 @@ from .engine import Json, config_hash, sum_of_gauges
 from .process import LOOPBACK, Command
 
 PACKAGE: Final = "xllamacpp"
+NO_SERVER: Final = "no_llama_server"
 #: Sampling is the client's; this only makes what it leaves open repeatable.
 SEED: Final = 20_240_229
 #: Errors only: from "warning" on, prompts can appear.
@@ -56,11 +59,24 @@ class _Program:
     version: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Build:
+    """Which content an executable has, as far as the file system tells."""
+
+    path: str
+    inode: int
+    size_bytes: int
+    mtime_ns: int
+
+
 class LlamaCpp:
-    def __init__(self, config: LlamaCppConfig, artifacts: Artifacts) -> None:
+    """`environment`: what the server will inherit; it is searched and asked for its version with the same."""
+
+    def __init__(self, config: LlamaCppConfig, artifacts: Artifacts, environment: Mapping[str, str]) -> None:
         self._config = config
         self._artifacts = artifacts
-        self._program: _Program | None = None
+        self._environment = environment
+        self._versions: dict[_Build, str] = {}
 
     @property
     def kinds(self) -> frozenset[Kind]:
@@ -116,32 +132,34 @@ class LlamaCpp:
         return tuple(options)
 
     def _find_program(self) -> _Program:
-        if self._program is None:
-            self._program = _find_program(self._config.server)
-        return self._program
+        """The server that is named, or a llama-server on PATH, or ours. Raises RuntimeFault (MODEL_LOAD_FAILED)."""
+        named = self._config.server
+        found = shutil.which("llama-server", path=self._environment.get("PATH", "")) if named is None else str(named)
+        if found is not None:
+            path = str(Path(found).absolute())
+            return _Program((path,), self._version_of(path))
+        try:
+            version = importlib.metadata.version(PACKAGE)
+        except importlib.metadata.PackageNotFoundError as error:
+            raise RuntimeFault(Failure.MODEL_LOAD_FAILED, NO_SERVER) from error
+        return _Program((sys.executable, "-I", llama_server.__file__), f"{PACKAGE}-{version}")
+
+    def _version_of(self, server: str) -> str:
+        """What this build of it calls itself; each build is asked once."""
+        try:
+            facts = os.stat(server)
+            build = _Build(server, facts.st_ino, facts.st_size, facts.st_mtime_ns)
+            if build not in self._versions:
+                self._versions[build] = _ask_version(server, {**self._environment, "CUDA_VISIBLE_DEVICES": ""})
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise RuntimeFault(Failure.MODEL_LOAD_FAILED, NO_SERVER, str(error).encode()) from error
+        return self._versions[build]
 
 
-def _find_program(server: Path | None) -> _Program:
-    """The server that is named, or a llama-server on PATH, or ours. Raises RuntimeFault (MODEL_LOAD_FAILED)."""
-    found = shutil.which("llama-server") if server is None else str(server.absolute())
-    if found is not None:
-        return _Program((found,), _version_of(found))
-    try:
-        version = importlib.metadata.version(PACKAGE)
-    except importlib.metadata.PackageNotFoundError as error:
-        raise RuntimeFault(Failure.MODEL_LOAD_FAILED, "no_llama_server") from error
-    return _Program((sys.executable, "-I", llama_server.__file__), f"{PACKAGE}-{version}")
-
-
-def _version_of(server: str) -> str:
+def _ask_version(server: str, environment: Mapping[str, str]) -> str:
     """`llama-server --version` says `version: 7000 (0123abc)` among lines about its devices."""
-    try:
-        said = subprocess.run(
-            (server, "--version"), capture_output=True, timeout=60, env={"CUDA_VISIBLE_DEVICES": ""}, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise RuntimeFault(Failure.MODEL_LOAD_FAILED, "no_llama_server", str(error).encode()) from error
+    said = subprocess.run((server, "--version"), capture_output=True, timeout=60, env=environment, check=False)
     match = re.search(rb"version: (\S+) \(([0-9a-z]+)\)", said.stdout + said.stderr)
     if match is None:
-        raise RuntimeFault(Failure.MODEL_LOAD_FAILED, "no_llama_server", said.stderr[-4096:])
+        raise RuntimeFault(Failure.MODEL_LOAD_FAILED, NO_SERVER, said.stderr[-4096:])
     return f"llama-server-{match[1].decode()}-{match[2].decode()}"

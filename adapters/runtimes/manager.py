@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, assert_never
+from typing import Any, Final, assert_never
 
 import httpx
 
@@ -78,11 +78,11 @@ class RuntimeManager:
     ) -> None:
         """`configs` by deployment id. Logs go to `state_folder`/runtimes. `environment`: that of the process."""
         self._configs = dict(configs)
-        artifacts = Artifacts()
-        self._engines = {name: _engine(config, artifacts) for name, config in self._configs.items()}
         self._folder = state_folder / "runtimes"
         source = os.environ if environment is None else environment
         self._inherited = {name: source[name] for name in INHERITED if name in source}
+        artifacts = Artifacts()
+        self._engines = {name: _engine(config, artifacts, self._inherited) for name, config in self._configs.items()}
         self._log_limit_bytes = log_limit_bytes
         self._known_hashes: dict[str, str] = {}
         self._spawner = Spawner()
@@ -99,12 +99,16 @@ class RuntimeManager:
     async def spawn(self, resident_id: str, deployment_id: str, accelerator_id: str) -> ProcessIdentity:
         """Start its process, held. Raises RuntimeFault; ARTIFACT_CORRUPT when it is not what `facts` told last."""
         resident = self._residents.get(resident_id)
+        if resident is not None and resident.stop is not None:
+            await asyncio.wait((resident.stop,))
+            resident = self._residents.get(resident_id)
         if resident is None:
             task = self._spawning.get(resident_id)
             if task is None:
                 task = asyncio.create_task(self._spawn(resident_id, deployment_id, accelerator_id))
                 self._spawning[resident_id] = task
-                task.add_done_callback(lambda done: self._spawned(resident_id, done))
+                task.add_done_callback(lambda _: self._spawning.pop(resident_id, None))
+                task.add_done_callback(_look_at)
             # Shielded: a process whose asker went away is still registered, and so still ended by somebody.
             resident = await asyncio.shield(task)
         return resident.child.identity
@@ -146,6 +150,7 @@ class RuntimeManager:
         resident.stopping = True
         if resident.stop is None or resident.stop.done():
             resident.stop = asyncio.create_task(self._stop(resident_id, resident, grace_seconds))
+            resident.stop.add_done_callback(_look_at)
         await asyncio.shield(resident.stop)
 
     async def end_orphan(self, process: ProcessIdentity, grace_seconds: int) -> None:
@@ -171,11 +176,6 @@ class RuntimeManager:
         self._spawner.close()
         if self._http is not None:
             await self._http.aclose()
-
-    def _spawned(self, resident_id: str, task: asyncio.Task[_Resident]) -> None:
-        self._spawning.pop(resident_id, None)
-        if not task.cancelled():
-            task.exception()  # Looked at, also when whoever asked has gone.
 
     # ---- one resident -------------------------------------------------------------------------------------------
 
@@ -263,10 +263,10 @@ class RuntimeManager:
         return self._http
 
 
-def _engine(config: RuntimeConfig, artifacts: Artifacts) -> Engine:
+def _engine(config: RuntimeConfig, artifacts: Artifacts, environment: Mapping[str, str]) -> Engine:
     match config:
         case LlamaCppConfig():
-            return LlamaCpp(config, artifacts)
+            return LlamaCpp(config, artifacts, environment)
         case ReferenceConfig():
             return Reference(config)
         case _:
@@ -275,6 +275,12 @@ def _engine(config: RuntimeConfig, artifacts: Artifacts) -> Engine:
 
 def _kind(accelerator_id: str) -> Kind:
     return Kind.GPU if _CUDA_DEVICE.fullmatch(accelerator_id) else Kind.HOST
+
+
+def _look_at(task: asyncio.Task[Any]) -> None:
+    """Whoever asked may have gone away: its failure is then nobody's, and no reason for asyncio to complain."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _lost_connection(error: BaseException | None) -> bool:

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -41,21 +41,23 @@ Admit: TypeAlias = Callable[[ProcessIdentity], bool]
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What a runtime process executes. `environment` is all of it: nothing is inherited."""
+    """What a runtime process executes. `environment` is all of it, with a secret in it: nothing is inherited."""
 
     argv: tuple[str, ...]
-    environment: Mapping[str, str]
+    environment: Mapping[str, str] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class ExitStatus:
-    """How a process ended: exactly one of the two is not None."""
+    """How a process ended: by itself or by a signal. Neither is known when somebody else took the status."""
 
-    code: int | None
-    signal: int | None
+    code: int | None = None
+    signal: int | None = None
 
     def __str__(self) -> str:
-        return f"exit_status_{self.code}" if self.signal is None else f"signal_{self.signal}"
+        if self.signal is not None:
+            return f"signal_{self.signal}"
+        return "exit_status_unknown" if self.code is None else f"exit_status_{self.code}"
 
 
 class PortReservation:
@@ -127,12 +129,7 @@ class Child:
     def _on_exit(self) -> None:
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
-        status = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
-        assert status is not None
-        ended_itself = status.si_code == os.CLD_EXITED
-        self._exit.set_result(
-            ExitStatus(status.si_status, None) if ended_itself else ExitStatus(None, status.si_status)
-        )
+        self._exit.set_result(_exit_status(self._process.pid))
 
     def _close_gate(self) -> None:
         if self._gate is not None:
@@ -176,6 +173,16 @@ class Spawner:
     def close(self) -> None:
         """End the thread, and with it every child that is left."""
         self._executor.shutdown(wait=True)
+
+
+def _exit_status(pid: int) -> ExitStatus:
+    """How a child ended, leaving it the zombie that it is."""
+    try:
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    except ChildProcessError:  # SIGCHLD is ignored in this process: the kernel keeps no zombies.
+        return ExitStatus()
+    assert ended is not None
+    return ExitStatus(code=ended.si_status) if ended.si_code == os.CLD_EXITED else ExitStatus(signal=ended.si_status)
 
 
 def _start(command: Command, folder: Path, gate: int) -> subprocess.Popen[bytes]:

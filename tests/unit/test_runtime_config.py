@@ -74,7 +74,8 @@ def model(tmp_path: Path) -> Path:
 
 
 def llama(model: Path, **changes: Any) -> LlamaCpp:
-    return LlamaCpp(LlamaCppConfig.model_validate({**LLAMA, "model": model, **changes}), Artifacts())
+    config = LlamaCppConfig.model_validate({**LLAMA, "model": model, **changes})
+    return LlamaCpp(config, Artifacts(), {"PATH": os.environ["PATH"]})
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import struct
+import subprocess
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,7 +17,8 @@ import pytest
 
 from gpuledger.adapters import procfs
 from gpuledger.adapters.runtimes.config import ReferenceConfig
-from gpuledger.adapters.runtimes.manager import RuntimeManager
+from gpuledger.adapters.runtimes.manager import MARK, RuntimeManager
+from gpuledger.adapters.runtimes.process import AT_ONCE, end_tree
 from gpuledger.domain.failures import Failure
 from gpuledger.domain.ports import ProcessIdentity, RuntimeFault
 from gpuledger.domain.units import MIB
@@ -307,3 +309,28 @@ async def test_an_orphan_of_an_earlier_run_is_ended(tmp_path: Path) -> None:
         await runtimes.end_orphan(earlier.process, 30)
         assert not procfs.is_alive(earlier.process)
         await runtimes.end_orphan(earlier.process, 30)
+
+
+@pytest.mark.parametrize("marked", [True, False])
+async def test_of_an_orphan_that_is_gone_only_what_is_marked_is_ours(tmp_path: Path, marked: bool) -> None:
+    """The root has ended and left a child in its group. Without our mark it could be anybody's."""
+    environment = {MARK: "r"} if marked else {}
+    root = await asyncio.create_subprocess_exec(
+        *("/bin/sh", "-c", "read go; sleep 600 >/dev/null & echo $!"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+        start_new_session=True,
+    )
+    assert root.stdout is not None
+    identity = procfs.identity(root.pid)
+    assert identity is not None
+    assert root.stdin is not None
+    root.stdin.write(b"go\n")
+    left = procfs.identity(int(await root.stdout.readline()))
+    assert left is not None
+    await root.wait()
+    async with opened(tmp_path, task="chat") as runtimes:
+        await runtimes.end_orphan(identity, 30)
+    assert procfs.is_alive(left) is not marked
+    await end_tree(left, AT_ONCE, 0)

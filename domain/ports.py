@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from .events import NewEvent, Recorded
@@ -232,7 +232,7 @@ class Endpoint:
     """Where a resident answers, and the secret that makes it answer nobody but the gateway."""
 
     base_url: str
-    api_key: str
+    api_key: str = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,15 +253,24 @@ class Runtimes(Protocol):
     """
 
     def facts(self, deployment_id: str) -> RuntimeFacts:
-        """Raises RuntimeFault (ARTIFACT_CORRUPT, MODEL_LOAD_FAILED) when the model or the program is not there."""
+        """Blocking: a model is hashed when it has changed. Raises KeyError for a deployment that is not configured.
+
+        Raises RuntimeFault (ARTIFACT_CORRUPT, MODEL_LOAD_FAILED) when the model or the program is not there.
+        """
         ...
 
     async def spawn(self, resident_id: str, deployment_id: str, accelerator_id: str) -> ProcessIdentity:
-        """Start its process, held before the runtime's first instruction until `load`. Raises RuntimeFault."""
+        """Start its process, held before the runtime's first instruction until `load`. Raises RuntimeFault.
+
+        ARTIFACT_CORRUPT: its `config_hash` is no longer the one that `facts` told last.
+        """
         ...
 
     async def load(self, resident_id: str) -> None:
-        """Let it go on, wait until it is ready and has answered a functional request. Raises RuntimeFault."""
+        """Let it go on, wait until it is ready and has answered a functional request. Raises RuntimeFault.
+
+        GPU_OOM where it complained of memory; the process may still run and is for `stop` to end.
+        """
         ...
 
     def endpoint(self, resident_id: str) -> Endpoint:
@@ -273,11 +282,14 @@ class Runtimes(Protocol):
         ...
 
     async def exited(self, resident_id: str) -> RuntimeFault:
-        """Wait until its process ends, and say how."""
+        """Wait until its process ends, and say how: `stopped` when we asked. Raises KeyError as `endpoint` does."""
         ...
 
     async def stop(self, resident_id: str, grace_seconds: int) -> None:
-        """TERM, grace, TERM, grace, KILL; returns when its processes are gone. Unknown residents are gone already."""
+        """TERM, grace, TERM, grace, KILL; returns when its processes are gone. Unknown residents are gone already.
+
+        Raises RuntimeFault (TIMEOUT `not_gone`) when they survive SIGKILL, as in a driver that hangs.
+        """
         ...
 
     async def end_orphan(self, process: ProcessIdentity, grace_seconds: int) -> None:

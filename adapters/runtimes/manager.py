@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 from collections.abc import Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, assert_never
@@ -55,6 +56,10 @@ class _Resident:
     stopping: bool = False
     load: asyncio.Task[RuntimeFault | None] | None = None
     stop: asyncio.Task[None] | None = None
+
+    def note_stop(self) -> None:
+        """From now on its end is what was asked for, unless it has ended already."""
+        self.stopping = self.stopping or self.child.exit_status is None
 
     async def exit_fault(self) -> RuntimeFault:
         """How its process, which has ended, ended."""
@@ -147,7 +152,7 @@ class RuntimeManager:
         resident = self._residents.get(resident_id)
         if resident is None:
             return
-        resident.stopping = True
+        resident.note_stop()
         if resident.stop is None or resident.stop.done():
             resident.stop = asyncio.create_task(self._stop(resident_id, resident, grace_seconds))
             resident.stop.add_done_callback(_look_at)
@@ -165,49 +170,60 @@ class RuntimeManager:
             await end_tree(process, POLITE, grace_seconds, admit=_is_marked)
 
     async def close(self) -> None:
-        """End every process of ours, at once, and the thread that started them."""
+        """End every process of ours, at once, and the thread that started them. Raises RuntimeFault as `stop` does."""
         if self._spawning:
             await asyncio.wait(self._spawning.values())
-        residents = dict(self._residents)
-        for resident in residents.values():
-            resident.stopping = True
-        await asyncio.gather(*(resident.child.end(AT_ONCE, 0) for resident in residents.values()))
-        await asyncio.gather(*(self.stop(resident_id, 0) for resident_id in residents))
-        self._spawner.close()
-        if self._http is not None:
-            await self._http.aclose()
+        names = list(self._residents)
+        try:
+            for outcome in await asyncio.gather(*map(self._kill, names), return_exceptions=True):
+                if isinstance(outcome, BaseException):
+                    raise outcome
+        finally:
+            self._spawner.close()
+            if self._http is not None:
+                await self._http.aclose()
+
+    async def _kill(self, resident_id: str) -> None:
+        """As `stop`, without its patience, whether it is being stopped or not."""
+        resident = self._residents[resident_id]
+        resident.note_stop()
+        await resident.child.end(AT_ONCE, 0)
+        await self.stop(resident_id, 0)
 
     # ---- one resident -------------------------------------------------------------------------------------------
 
     async def _spawn(self, resident_id: str, deployment_id: str, accelerator_id: str) -> _Resident:
         engine, config = self._engines[deployment_id], self._configs[deployment_id]
-        kind = _kind(accelerator_id)
-        if kind not in engine.kinds:
+        if _kind(accelerator_id) not in engine.kinds:
             raise RuntimeFault(Failure.MODEL_LOAD_FAILED, "accelerator_kind_mismatch")
         await asyncio.to_thread(self._confirm_unchanged, deployment_id)
-        port, log = PortReservation(), self._log(deployment_id, accelerator_id)
         try:
-            endpoint = Endpoint(f"http://{LOOPBACK}:{port.port}", secrets.token_urlsafe(32))
-            command = engine.command(port.port, endpoint.api_key)
-            # The one device that it may see, which it then calls CUDA0; on a host none.
-            device = accelerator_id if kind is Kind.GPU else ""
-            own = {"CUDA_VISIBLE_DEVICES": device, MARK: resident_id}
-            command = Command(command.argv, {**self._inherited, **own, **command.environment})
-            child = await self._spawner.spawn(command, self._folder, log)
-        except BaseException:
-            port.close()
-            log.close()
-            raise
-        resident = _Resident(engine, config, child, port, endpoint)
+            resident = await self._start(engine, config, resident_id, deployment_id, accelerator_id)
+        except OSError as error:
+            raise RuntimeFault(Failure.MODEL_LOAD_FAILED, "cannot_start", str(error).encode()) from error
         self._residents[resident_id] = resident
         return resident
 
+    async def _start(
+        self, engine: Engine, config: RuntimeConfig, resident_id: str, deployment_id: str, accelerator_id: str
+    ) -> _Resident:
+        with ExitStack() as undo:
+            port = undo.enter_context(closing(PortReservation()))
+            log = undo.enter_context(closing(self._log(deployment_id, accelerator_id)))
+            endpoint = Endpoint(f"http://{LOOPBACK}:{port.port}", secrets.token_urlsafe(32))
+            command = engine.command(port.port, endpoint.api_key)
+            # The one device that it may see, which it then calls CUDA0; on a host none.
+            device = accelerator_id if _kind(accelerator_id) is Kind.GPU else ""
+            own = {"CUDA_VISIBLE_DEVICES": device, MARK: resident_id}
+            command = Command(command.argv, {**self._inherited, **own, **command.environment})
+            child = await self._spawner.spawn(command, self._folder, log)
+            undo.pop_all()
+        return _Resident(engine, config, child, port, endpoint)
+
     def _confirm_unchanged(self, deployment_id: str) -> None:
         """What is started must be what its envelope was measured for (semantics.md 3)."""
-        told = self._known_hashes.get(deployment_id)
-        now = self.facts(deployment_id).config_hash
-        if told not in (None, now):
-            self._known_hashes[deployment_id] = told
+        now = self._engines[deployment_id].facts().config_hash
+        if self._known_hashes.setdefault(deployment_id, now) != now:
             raise RuntimeFault(Failure.ARTIFACT_CORRUPT, "changed_since_registered", now.encode())
 
     def _log(self, deployment_id: str, accelerator_id: str) -> BoundedLog:

@@ -148,14 +148,14 @@ class Spawner:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gpuledger-spawner")
 
     async def spawn(self, command: Command, folder: Path, log: BoundedLog) -> Child:
-        """Start `command`, held at its gate. Raises RuntimeFault (MODEL_LOAD_FAILED)."""
+        """Start `command`, held at its gate. Raises OSError, and RuntimeFault (MODEL_LOAD_FAILED `cannot_start`)."""
         loop = asyncio.get_running_loop()
         read_end, write_end = os.pipe()
         try:
             process = await loop.run_in_executor(self._executor, _start, command, folder, read_end)
-        except OSError as error:
+        except BaseException:
             os.close(write_end)
-            raise RuntimeFault(Failure.MODEL_LOAD_FAILED, "cannot_start", str(error).encode()) from error
+            raise
         finally:
             os.close(read_end)
         try:

@@ -251,6 +251,31 @@ class RuntimesContract:
         await runtimes.stop("r", 30)
         assert (await exited).detail == "stopped"
 
+    async def test_a_crash_stays_one_when_it_is_cleared_away(self, runtimes: Runtimes) -> None:
+        process = await runtimes.spawn("r", "d", HOST)
+        await runtimes.load("r")
+        exited = asyncio.create_task(runtimes.exited("r"))
+        os.kill(process.pid, signal.SIGKILL)
+        await gone(process)
+        await runtimes.stop("r", 30)
+        assert (await exited).detail == "signal_9"
+
+    async def test_who_stops_waiting_leaves_nothing_behind(self, runtimes: Runtimes) -> None:
+        """Whatever a caller waits for, its cancellation loses no process."""
+        spawning = asyncio.create_task(runtimes.spawn("r", "d", HOST))
+        await asyncio.sleep(0)
+        spawning.cancel()
+        process = await runtimes.spawn("r", "d", HOST)
+        loading = asyncio.create_task(runtimes.load("r"))
+        await asyncio.sleep(0)
+        loading.cancel()
+        await runtimes.load("r")
+        stopping = asyncio.create_task(runtimes.stop("r", 30))
+        await asyncio.sleep(0)
+        stopping.cancel()
+        await runtimes.stop("r", 30)
+        assert not Path(f"/proc/{process.pid}").exists()
+
     async def test_close_ends_everything(self, runtimes: Runtimes) -> None:
         held = await runtimes.spawn("held", "d", HOST)
         loaded = await runtimes.spawn("loaded", "d", HOST)

@@ -142,6 +142,16 @@ async def test_a_program_that_cannot_be_executed_says_so(spawner: Spawner, log: 
     await child.end(AT_ONCE, 0)
 
 
+async def test_who_prints_without_end_fills_neither_the_pipe_nor_the_disk(spawner: Spawner, tmp_path: Path) -> None:
+    log = BoundedLog(tmp_path / "x.log", 256 * 1024)
+    child = await spawner.spawn(python("for _ in range(2000): print('x' * 9999)"), tmp_path, log)
+    child.open_gate()
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        assert str(await child.wait()) == "exit_status_0"
+    await child.end(AT_ONCE, 0)
+    assert 64 * 1024 < (tmp_path / "x.log").stat().st_size <= 256 * 1024
+
+
 # ---- who lives as long as whom ----------------------------------------------------------------------------------
 
 

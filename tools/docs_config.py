@@ -129,7 +129,7 @@ _POLICY: Final = {
     "fair_wait_seconds": "After this wait a request may no longer be passed by others of its class.",
     "lease_ttl_seconds": "Life of a lease; it is renewed at a third of it while its request is held.",
     "max_replans": "How often a decision is made again after a conflict, or a grant that found no room.",
-    "reclaim_tolerance_bytes": "How much less than expected may come back where a device does not attribute to processes.",
+    "reclaim_tolerance_bytes": "How much less than expected may come back where a device does not tell whose it is.",
     "reclaim_timeout_seconds": "How long memory may take to come back, after the graces: GPU_MEMORY_NOT_RECLAIMED.",
     "stop_grace_seconds": "A runtime is stopped by TERM, this, TERM, this, KILL.",
     "max_queue_seconds": "How long a request without a deadline waits in the queue.",

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final, NoReturn
 
+import orjson
 import typer
 
 from gpuledger.adapters.ledger.export import open_target
@@ -134,6 +135,8 @@ def bad_input_ends() -> Generator[None]:
     except (DocumentError, LedgerCorrupt, LedgerUnavailable, TargetError) as error:
         told = error.reason if isinstance(error, LedgerCorrupt) and error.seq is None else str(error)
         end(told)
+    except orjson.JSONEncodeError as error:
+        end(f"what the ledger holds cannot be written as JSON: {error}")
     except BrokenPipeError:
         # The interpreter would try to flush what nobody takes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

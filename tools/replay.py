@@ -173,9 +173,10 @@ class Replay:
 
     def _judge(self, event: Recorded, decided: PlanDecided) -> PlanResult | None:
         """None when its state is older than what is kept."""
-        if decided.as_of >= event.seq:
-            self.as_of_broken.append(event.seq)
-            return _unreplayable(event.seq, decided, f"as_of {decided.as_of} does not lie before the plan itself")
+        hopeless = unreplayable(event.seq, decided)
+        if hopeless is not None:
+            self.as_of_broken += [event.seq] if decided.as_of >= event.seq else []
+            return hopeless
         request = self.world.requests.get(decided.request_id)
         if request is None:
             return _unreplayable(event.seq, decided, "its request was not received, or had ended, before it")
@@ -251,17 +252,22 @@ def redecide(world: World, decided: PlanDecided, question: PlanRequest) -> Place
     )
 
 
+def unreplayable(seq: int, decided: PlanDecided) -> PlanResult | None:
+    """Why the plan of event `seq` cannot be decided again whatever its state was; None when it can."""
+    if decided.planner_version != PLANNER_VERSION:
+        why = f"it was made by {decided.planner_version}; this release has {PLANNER_VERSION}"
+        return _unreplayable(seq, decided, why)
+    if decided.as_of >= seq:
+        return _unreplayable(seq, decided, f"as_of {decided.as_of} does not lie before the plan itself")
+    return None
+
+
 def judge(world: World, seq: int, decided: PlanDecided, question: PlanRequest) -> PlanResult:
     """Decide the plan of event `seq` again on the state at its `as_of`, and compare."""
-    if decided.planner_version != PLANNER_VERSION:
-        return _unreplayable(
-            seq, decided, f"it was made by {decided.planner_version}; this release has {PLANNER_VERSION}"
-        )
     try:
-        recomputed = redecide(world, decided, question)
+        difference = difference_of(decided, redecide(world, decided, question))
     except _DOES_NOT_FIT as error:
         return _unreplayable(seq, decided, f"the planner finds no answer on its state ({type(error).__name__})")
-    difference = difference_of(decided, recomputed)
     return PlanResult(
         seq=seq,
         plan_id=decided.plan_id,

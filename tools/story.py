@@ -44,7 +44,7 @@ from gpuledger.domain.units import MICROS_PER_MS, format_instant
 from gpuledger.domain.world import World
 
 from .ledger_target import Target, TargetError
-from .replay import PAGE_EVENTS, Outcome, fold_to, judge, redecide
+from .replay import PAGE_EVENTS, Outcome, fold_to, judge, redecide, unreplayable
 from .snapshots import read_snapshot
 from .story_words import told
 
@@ -337,9 +337,10 @@ def _plan(target: Target, event: Recorded, events: Sequence[Recorded], *, record
     if recorded_only or not is_short:
         return {**about, "evidence": "recorded", "replay": None, "document": kept}
     question = next(one.data for one in events if isinstance(one.data, RequestReceived))
-    world = _state_at(target, decided.as_of)
     request = receive(question).question
-    result = judge(world, event.seq, decided, request)
+    hopeless = unreplayable(event.seq, decided)
+    world = World() if hopeless is not None else _state_at(target, decided.as_of)
+    result = hopeless or judge(world, event.seq, decided, request)
     replay = {"result": result.outcome.value}
     if result.outcome is not Outcome.MATCH:
         why = result.why if result.difference is None else f"{result.difference.path} differs"

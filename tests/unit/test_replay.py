@@ -190,6 +190,16 @@ class TestWhatCannotBeReplayed:
         assert run.as_of_broken == [seq]
         assert not run.invariants["as_of_before_plan"]
 
+    def test_a_planner_that_is_not_here_is_said_first(self, story: Lived, tmp_path: Path) -> None:
+        seq = a_plan(story, Verdict.QUEUE)
+
+        def change(data: dict[str, Any]) -> None:
+            data.update(as_of=seq + 1, planner_version="other/1")
+
+        run, _ = replayed(write_export(forged(story, seq, change), tmp_path / "export"))
+        assert run.counts[Outcome.UNREPLAYABLE] == 1
+        assert run.as_of_broken == [seq]
+
     def test_a_question_that_is_not_there(self, story: Lived, tmp_path: Path) -> None:
         seq = a_plan(story, Verdict.QUEUE)
         change = _set("request_id", to="nobody")

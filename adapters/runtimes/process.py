@@ -95,8 +95,8 @@ class Child:
 
     @property
     def exit_status(self) -> ExitStatus | None:
-        """None while it runs."""
-        return self._exit.result() if self._exit.done() else None
+        """None while it runs. The kernel is asked: it knows before the event loop has been told."""
+        return self._exit.result() if self._exit.done() else _exit_status(self._process.pid)
 
     async def wait(self) -> ExitStatus:
         """Wait until it ends. What it started may go on; `end` ends that too."""
@@ -129,7 +129,7 @@ class Child:
     def _on_exit(self) -> None:
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
-        self._exit.set_result(_exit_status(self._process.pid))
+        self._exit.set_result(_exit_status(self._process.pid) or ExitStatus())
 
     def _close_gate(self) -> None:
         if self._gate is not None:
@@ -175,13 +175,14 @@ class Spawner:
         self._executor.shutdown(wait=True)
 
 
-def _exit_status(pid: int) -> ExitStatus:
-    """How a child ended, leaving it the zombie that it is."""
+def _exit_status(pid: int) -> ExitStatus | None:
+    """How a child ended, leaving it the zombie that it is; None while it runs."""
     try:
-        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:  # SIGCHLD is ignored in this process: the kernel keeps no zombies.
         return ExitStatus()
-    assert ended is not None
+    if ended is None:
+        return None
     return ExitStatus(code=ended.si_status) if ended.si_code == os.CLD_EXITED else ExitStatus(signal=ended.si_status)
 
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +37,7 @@ KILL_PATIENCE_SECONDS: Final = 30.0
 LAST_WORDS_SECONDS: Final = 2.0
 
 Admit: TypeAlias = Callable[[ProcessIdentity], bool]
+_Started: TypeAlias = tuple[subprocess.Popen[bytes], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,25 +150,20 @@ class Spawner:
 
     async def spawn(self, command: Command, folder: Path, log: BoundedLog) -> Child:
         """Start `command`, held at its gate. Raises OSError, and RuntimeFault (MODEL_LOAD_FAILED `cannot_start`)."""
-        loop = asyncio.get_running_loop()
-        read_end, write_end = os.pipe()
+        starting = self._executor.submit(start_held, command, folder)
         try:
-            process = await loop.run_in_executor(self._executor, _start, command, folder, read_end)
-        except BaseException:
-            os.close(write_end)
+            process, gate = await asyncio.wrap_future(starting)
+        except asyncio.CancelledError:
+            starting.add_done_callback(_discard)
             raise
-        finally:
-            os.close(read_end)
         try:
             # Not yet reaped, so whoever has the pid now is the child.
             identity = procfs.identity(process.pid)
             if identity is None:
                 raise RuntimeFault(Failure.MODEL_LOAD_FAILED, "cannot_start")
-            return Child(process, identity, write_end, log)
+            return Child(process, identity, gate, log)
         except BaseException:
-            os.close(write_end)
-            process.kill()
-            process.communicate()
+            _discard(starting)
             raise
 
     def close(self) -> None:
@@ -186,18 +182,36 @@ def _exit_status(pid: int) -> ExitStatus | None:
     return ExitStatus(code=ended.si_status) if ended.si_code == os.CLD_EXITED else ExitStatus(signal=ended.si_status)
 
 
-def _start(command: Command, folder: Path, gate: int) -> subprocess.Popen[bytes]:
-    launch = (sys.executable, "-I", "-S", launcher.__file__, str(gate), str(os.getpid()), *command.argv)
-    return subprocess.Popen(
-        launch,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        cwd=folder,
-        env=dict(command.environment),
-        pass_fds=(gate,),
-        start_new_session=True,
-    )
+def start_held(command: Command, folder: Path) -> _Started:
+    """The launcher, waiting, and the end of its gate that opens it."""
+    read_end, write_end = os.pipe()
+    try:
+        launch = (sys.executable, "-I", "-S", launcher.__file__, str(read_end), str(os.getpid()), *command.argv)
+        process = subprocess.Popen(
+            launch,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            cwd=folder,
+            env=dict(command.environment),
+            pass_fds=(read_end,),
+            start_new_session=True,
+        )
+    except BaseException:
+        os.close(write_end)
+        raise
+    finally:
+        os.close(read_end)
+    return process, write_end
+
+
+def _discard(starting: Future[_Started]) -> None:
+    """End a process that nobody took."""
+    if not starting.cancelled() and starting.exception() is None:
+        process, gate = starting.result()
+        os.close(gate)
+        process.kill()
+        process.communicate()
 
 
 def _start_pump(process: subprocess.Popen[bytes], log: BoundedLog) -> threading.Thread:

@@ -152,6 +152,35 @@ async def test_who_prints_without_end_fills_neither_the_pipe_nor_the_disk(spawne
     assert 64 * 1024 < (tmp_path / "x.log").stat().st_size <= 256 * 1024
 
 
+async def test_a_process_that_nobody_waits_for_is_ended(
+    spawner: Spawner, log: BoundedLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the loop is shut down in the midst of a start."""
+    started: list[ProcessIdentity | None] = []
+    may_return = threading.Event()
+    really_start = process.start_held
+
+    def start(command: Command, folder: Path) -> tuple[subprocess.Popen[bytes], int]:
+        result = really_start(command, folder)
+        started.append(procfs.identity(result[0].pid))
+        may_return.wait(PATIENCE_SECONDS)
+        return result
+
+    monkeypatch.setattr(process, "start_held", start)
+    spawning = asyncio.create_task(spawner.spawn(SLEEPER, tmp_path, log))
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not started:
+            await asyncio.sleep(0.01)
+        spawning.cancel()
+        await asyncio.wait((spawning,))
+    assert spawning.cancelled()
+    may_return.set()
+    spawner.close()
+    (identity,) = started
+    assert identity is not None
+    assert not Path(f"/proc/{identity.pid}").exists()
+
+
 # ---- who lives as long as whom ----------------------------------------------------------------------------------
 
 

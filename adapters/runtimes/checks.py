@@ -66,7 +66,7 @@ async def until_ready(http: httpx.AsyncClient, endpoint: Endpoint) -> None:
             if (await http.get(f"{endpoint.base_url}/health")).status_code == _OK:
                 return
         except httpx.TransportError:
-            pass
+            pass  # It does not listen yet.
         await asyncio.sleep(pause)
         pause = min(2 * pause, _LAST_POLL_SECONDS)
 

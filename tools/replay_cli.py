@@ -161,7 +161,10 @@ def _tell_people(run: Replay, found: Target) -> None:
         more = 0 if run.is_partial else run.counts.total() - run.counts[Outcome.MATCH] - len(findings)
         if more:
             out.print(f"and {more} more; --json has all of them")
-    counts = Text("   ").join(Text(f"{outcome} {run.counts[outcome]}", style=_STYLES[outcome]) for outcome in Outcome)
+    counts = Text("   ").join(
+        Text(f"{outcome} {run.counts[outcome]}", style=_STYLES[outcome] if run.counts[outcome] else "")
+        for outcome in Outcome
+    )
     out.print(f"{found.path}: {run.events} events folded, {run.counts.total()} plans decided again ({PLANNER_VERSION})")
     out.print(counts)
     out.print(_invariants(run))

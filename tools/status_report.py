@@ -144,23 +144,25 @@ def _sample(one: Document) -> Text:
 
 
 def _residents(status: Document) -> Table:
-    table = table_of(
-        "Residents", "resident", "state", "since", "#size", "attribution", "last used", "kept", "#running", "process"
-    )
+    table = table_of("Residents", "resident", "state", "since", "#size", "last used", "kept", "#running", "process")
     now = status["now"]
     for one in status["residents"]:
         table.add_row(
             one["resident_id"],
             _state(one),
             ago(one["since"], now),
-            size(one["attributed_bytes"]),
-            _styled(one["attribution"]),
+            Text(size(one["attributed_bytes"])) + _attribution(one),
             ago(one["last_used_at"], now),
             _kept(one, now),
             str(one["running_requests"]),
             _process(one),
         )
     return table
+
+
+def _attribution(one: Document) -> Text:
+    """What is known needs no word."""
+    return Text() if one["attribution"] == "KNOWN" else Text(" ") + _styled(one["attribution"])
 
 
 def _state(one: Document) -> str:
@@ -207,15 +209,7 @@ def leases_table(leases: Sequence[Document]) -> Table:
 
 def _queue(status: Document) -> Table:
     table = table_of(
-        "Queue, in claim order",
-        "#place",
-        "request",
-        "capability",
-        "class",
-        "#waited",
-        "until",
-        "waits for",
-        "#expected",
+        "Queue, in claim order", "##", "request", "capability", "class", "#waited", "waits for", "#expected"
     )
     for one in status["queue"]:
         estimate = one["estimated_wait_ms"]
@@ -225,7 +219,6 @@ def _queue(status: Document) -> Table:
             one["capability"],
             one["priority"],
             age(one["waited_ms"]),
-            ago(one["queue_until"], status["now"]),
             _waits_for(one, status["now"]),
             "-" if estimate is None else age(estimate),
         )
@@ -236,7 +229,9 @@ def _waits_for(one: Document, now: str) -> str:
     waiting = one["waiting_for"]
     if waiting is None:
         return "to be planned"
-    line = f"{waiting['reason']} on {waiting['accelerator_id']}, needs {size(waiting['needed_bytes'])}"
+    line = f"{waiting['reason']}\non {waiting['accelerator_id']}"
+    if waiting["needed_bytes"]:
+        line += f", needs {size(waiting['needed_bytes'])}"
     if waiting["resident_ids"]:
         line += f", until gone: {', '.join(waiting['resident_ids'])}"
     return line if waiting["not_before"] is None else f"{line}, not before {ago(waiting['not_before'], now)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -12,8 +13,9 @@ from typing import Final
 
 from gpuledger.adapters.clock import LedgerClock
 from gpuledger.adapters.http.auth import Client, Clients
+from gpuledger.adapters.http.ports import Operation
 from gpuledger.adapters.ledger.sqlite import SqliteLedger
-from gpuledger.adapters.runtimes.config import RuntimeConfig
+from gpuledger.adapters.runtimes.config import RuntimeConfig, Task
 from gpuledger.adapters.runtimes.manager import RuntimeManager
 from gpuledger.adapters.telemetry.host import HostSource
 from gpuledger.adapters.telemetry.node import NodeTelemetry
@@ -82,6 +84,21 @@ def clients_of(config: Config) -> Clients:
         Client(entry.id, entry.token_sha256, entry.priority, entry.lab, entry.allowed)
         for entry in config.document.clients
     )
+
+
+_OPERATIONS: Final[Mapping[Task, frozenset[Operation]]] = {
+    Task.EMBEDDING: frozenset({"embeddings"}),
+    Task.CHAT: frozenset({"chat", "completion"}),
+}
+
+
+def operations_of(config: Config) -> Mapping[str, frozenset[Operation]]:
+    """Every capability that clients can ask for, those that something serves at rank 0, and what it does."""
+    return {
+        entry.capability: _OPERATIONS[config.runtimes[entry.id].task]
+        for entry in config.document.deployments
+        if entry.fallback_rank == 0
+    }
 
 
 def configuration_of(config: Config, runtimes: Runtimes) -> Configuration:

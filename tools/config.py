@@ -18,7 +18,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from gpuledger.adapters.runtimes.config import BASE_FOLDER, LlamaCppConfig, RuntimeConfig
+from gpuledger.adapters.runtimes.config import BASE_FOLDER, LlamaCppConfig, RuntimeConfig, Task
 from gpuledger.domain.document_problems import DocumentError, Problem, Step, at, problems_of
 from gpuledger.domain.documents import Json, RepeatedKeys, policy_document, policy_of
 from gpuledger.domain.policy import Policy, Priority
@@ -304,6 +304,7 @@ def _broken_rules(document: ConfigDocument, runtimes: Mapping[str, RuntimeConfig
     yield from _twice("clients", "token_sha256", [client.token_sha256 for client in clients])
     yield from _twice("deployments", "id", [deployment.id for deployment in deployments])
     yield from _unknown_capabilities(document)
+    yield from _mixed_tasks(deployments, runtimes)
     for index, deployment in enumerate(deployments):
         where = at("config", "deployments", index)
         yield from _always_warm_shares(where, deployment, deployments)
@@ -328,6 +329,18 @@ def _unknown_capabilities(document: ConfigDocument) -> Iterator[Problem]:
         for number, capability in enumerate(client.capabilities):
             if capability not in known:
                 yield Problem(at("config", "clients", index, "capabilities", number), f"nothing serves {capability}")
+
+
+def _mixed_tasks(
+    deployments: tuple[DeploymentEntry, ...], runtimes: Mapping[str, RuntimeConfig]
+) -> Iterator[Problem]:
+    """What a capability does must not depend on which of its deployments serves it."""
+    tasks: dict[str, Task] = {}
+    for index, deployment in enumerate(deployments):
+        runtime = runtimes.get(deployment.id)
+        if runtime is not None and tasks.setdefault(deployment.capability, runtime.task) is not runtime.task:
+            where = at("config", "deployments", index, "runtime", "task")
+            yield Problem(where, f"another deployment of {deployment.capability} has another task")
 
 
 def _always_warm_shares(
@@ -382,9 +395,3 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def capabilities_of(config: Config) -> tuple[str, ...]:
-    """Every capability that clients can ask for: those that something serves at rank 0."""
-    served = (entry.capability for entry in config.document.deployments if entry.fallback_rank == 0)
-    return tuple(sorted(set(served)))

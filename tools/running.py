@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import structlog
 
-from gpuledger.domain.configuration import Configuration
 from gpuledger.domain.events import Recorded
 from gpuledger.domain.messages import Agenda, DrainTimedOut, ShutdownRequested, Started
 from gpuledger.domain.policy import Policy
@@ -20,7 +19,7 @@ from gpuledger.domain.scheduler import Scheduler
 from gpuledger.domain.state import ResidentState
 from gpuledger.domain.world import World
 
-from .bootstrap import Parts
+from .bootstrap import Parts, configuration_of
 from .config import Config
 from .desk import Binding, RequestDesk
 from .effects import Effects
@@ -75,16 +74,17 @@ class Haste:
 class Running:
     """The parts of a scheduler, wired. `start`, then whatever is wanted of it, then `stop` and `close`."""
 
-    def __init__(self, config: Config, parts: Parts, configuration: Configuration) -> None:
+    def __init__(self, config: Config, parts: Parts) -> None:
+        self._config = config
         self._parts = parts
-        self._configuration = configuration
         self._tasks: list[asyncio.Task[None]] = []
-        node_id = configuration.node_id
+        self._ended: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
+        node_id = config.document.node.id
         self.engine = Engine(Scheduler(node_id), parts.ledger, parts.clock, parts.world)
         self.sampler = Sampler(self.engine, parts.telemetry, parts.runtimes, node_id)
         self.effects = Effects(self.engine, parts.runtimes, self.sampler.hurry)
         self.watch = Watch()
-        bindings = {client.client_id: Binding(client.priority, client.lab) for client in configuration.clients}
+        bindings = {client.id: Binding(client.priority, client.lab) for client in config.document.clients}
         self.desk = RequestDesk(
             self.engine, parts.runtimes, parts.ledger, bindings.__getitem__, config.document.max_open_requests
         )
@@ -99,28 +99,32 @@ class Running:
     async def start(self) -> None:
         """Take the ledger over, end what an earlier run left, and see the devices.
 
-        Raises LedgerUnavailable, LedgerCorrupt.
+        Raises DocumentError for models that are not there, LedgerUnavailable, LedgerCorrupt.
         """
+        # Every model is hashed here: minutes, where they are large.
+        configuration = await asyncio.to_thread(configuration_of, self._config, self._parts.runtimes)
         self.background(self.engine.run(), "engine")
-        await self.engine.ask(Started(self._configuration))
+        await self.engine.ask(Started(configuration))
         self.background(self.sampler.run(), "sampler")
         self.background(self.desk.renew(), "renewals")
         await self.watch.until(lambda: bool(self.world.accelerators) and not self._leftovers())
 
     def background(self, work: Coroutine[Any, Any, None], name: str) -> None:
         """A task that lives as long as the scheduler."""
-        self._tasks.append(asyncio.create_task(work, name=name))
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(self._ended.put_nowait)
+        self._tasks.append(task)
 
     async def part_ended(self) -> None:
         """Wait for what must not happen. Raises PartEnded."""
-        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
-        names = ", ".join(sorted(task.get_name() for task in done))
-        errors = [task.exception() for task in done if not task.cancelled()]
-        raise PartEnded(names) from next((error for error in errors if error is not None), None)
+        task = await self._ended.get()
+        raise PartEnded(task.get_name()) from (None if task.cancelled() else task.exception())
 
     async def stop(self, drain_seconds: int, haste: Haste) -> bool:
         """Drain, stop every runtime, and say whether residency and leases are zero in the ledger."""
-        node_id = self._configuration.node_id
+        if not self._tasks:
+            return True  # nothing had begun
+        node_id = self._config.document.node.id
         self.engine.tell(ShutdownRequested(node_id))
         await _first(self.engine.stopped.wait(), haste.drain_over.wait(), timeout_seconds=drain_seconds)
         if not self.engine.stopped.is_set():

@@ -75,8 +75,7 @@ class Sampler:
         """Take samples until cancelled."""
         while True:
             await self._until_due()
-            async with self._alone:
-                await self.take()
+            await self.take()
 
     @asynccontextmanager
     async def paused(self) -> AsyncGenerator[None]:
@@ -114,6 +113,10 @@ class Sampler:
 
     async def take(self) -> None:
         """One sample, recorded as far as the ledger lets us."""
+        async with self._alone:
+            await self._take()
+
+    async def _take(self) -> None:
         self._hurried = False
         self._began = self._engine.now()
         self._tried = self._after

@@ -13,6 +13,7 @@ import contextlib
 import signal
 import socket
 from collections.abc import Generator
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 import httpx
@@ -25,11 +26,10 @@ from gpuledger.adapters.http.gateway import Gateway, Settings
 from gpuledger.adapters.http.metrics import Metrics
 from gpuledger.adapters.http.ports import Cause
 from gpuledger.adapters.http.relay import http_client
-from gpuledger.domain.configuration import Configuration
 from gpuledger.domain.world import World
 
-from .bootstrap import Parts, clients_of, request_key
-from .config import Config, capabilities_of
+from .bootstrap import Parts, clients_of, operations_of, request_key
+from .config import Config
 from .envelopes import Unmeasured, places
 from .running import Haste, PartEnded, Running
 
@@ -39,6 +39,14 @@ MAX_HEAD_BYTES: Final = 32 * 1024
 HTTP_GRACE_SECONDS: Final = 5
 
 _log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """How a server left. `thread_stuck`: a driver still holds the thread that asked it something."""
+
+    in_order: bool
+    thread_stuck: bool
 
 
 class Announcer(Protocol):
@@ -52,56 +60,56 @@ class Announcer(Protocol):
 class Server:
     """`run` is all of its life, on a socket that is bound already."""
 
-    def __init__(self, config: Config, parts: Parts, configuration: Configuration, announcer: Announcer) -> None:
+    def __init__(self, config: Config, parts: Parts, announcer: Announcer) -> None:
         self._config = config
         self._announcer = announcer
-        self._running = Running(config, parts, configuration)
+        self._running = Running(config, parts)
         self._metrics = Metrics(self._running.desk)
         self._running.engine.measure(self._metrics)
         self._haste = Haste(asyncio.Event(), asyncio.Event())
         self._asked_to_stop = asyncio.Event()
 
-    async def run(self, listener: socket.socket) -> bool:
-        """Serve until a signal comes; True when it left in order.
-
-        Raises LedgerUnavailable, LedgerCorrupt, PartEnded.
-        """
+    async def run(self, listener: socket.socket) -> Left:
+        """Serve until a signal comes. Raises DocumentError, LedgerUnavailable, LedgerCorrupt, PartEnded."""
         http = http_client(self._config.document.upstream_timeout_seconds)
         server = _HttpServer(self._application(http))
         serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
+        in_order = free = False
         try:
-            return await self._live(serving)
+            in_order = await self._live(serving)
         finally:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
             server.should_exit = True
             await serving
             await http.aclose()
-            await self._running.close()
+            free = await self._running.close()
+        return Left(in_order, not free)
 
     async def _live(self, serving: asyncio.Task[None]) -> bool:
+        """From the start to residency and leases at zero; a signal may come at any moment of it."""
         starting = asyncio.create_task(self._start(), name="start")
         asked = asyncio.create_task(self._asked_to_stop.wait())
         failed = asyncio.create_task(self._failed(serving))
         try:
             await asyncio.wait((asked, starting, failed), return_when=asyncio.FIRST_COMPLETED)
             if starting.done():
-                starting.result()
+                await starting
                 await asyncio.wait((asked, failed), return_when=asyncio.FIRST_COMPLETED)
+            if failed.done():
+                await failed
+            gate = self._running.desk.gate
+            gate.cause, gate.detail = Cause.DRAINING, "shutting down"
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            return await self._running.stop(self._config.document.drain_seconds, self._haste)
         finally:
-            for task in (starting, asked):
+            for task in (starting, asked, failed):
                 task.cancel()
-            await asyncio.gather(starting, asked, return_exceptions=True)
-        if failed.done():
-            failed.result()
-        self._close_door()
-        in_order = await self._running.stop(self._config.document.drain_seconds, self._haste)
-        failed.cancel()
-        await asyncio.gather(failed, return_exceptions=True)
-        return in_order
+            await asyncio.gather(starting, asked, failed, return_exceptions=True)
 
     async def _start(self) -> None:
         running = self._running
@@ -129,10 +137,6 @@ class Server:
             ended.cancel()
             await asyncio.gather(ended, return_exceptions=True)
 
-    def _close_door(self) -> None:
-        gate = self._running.desk.gate
-        gate.cause, gate.detail = Cause.DRAINING, "shutting down"
-
     def _on_signal(self) -> None:
         """The first drains, the second ends the drain, the third kills."""
         if not self._asked_to_stop.is_set():
@@ -146,7 +150,7 @@ class Server:
     def _application(self, http: httpx.AsyncClient) -> FastAPI:
         document, running = self._config.document, self._running
         settings = Settings(
-            capabilities=capabilities_of(self._config),
+            capabilities=operations_of(self._config),
             max_body_bytes=document.max_body_bytes,
             key=request_key(self._config.state_dir),
         )
@@ -185,6 +189,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen()
         listener.setblocking(False)
     except BaseException:
         listener.close()

@@ -27,8 +27,13 @@ class ConsoleAnnouncer:
     def __init__(self, console: Console, config: Config, port: int) -> None:
         self._console = console
         self._config = config
-        self._base_url = f"http://{config.host}:{port}"
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        self._base_url = f"http://{host}:{port}"
         self._measured: set[str] = set()
+
+    def starting(self) -> None:
+        """The address is taken; whether it is ready, `/readyz` says."""
+        self._console.print(f"gpuledger is starting at {self._base_url}", style="dim")
 
     def measuring(self, deployment_id: str, step: str) -> None:  # noqa: ARG002
         if deployment_id not in self._measured:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
 
 import orjson
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import HTTPException
 
 from .gateway import Gateway
 from .metrics import Metrics
 from .openai_errors import ApiError
 from .ports import Desk
+
+#: What the framework refuses by itself.
+_OF_THE_FRAMEWORK: Final[Mapping[int, str]] = {404: "not_found", 405: "method_not_allowed"}
 
 
 def application(gateway: Gateway, desk: Desk, metrics: Metrics) -> FastAPI:
@@ -40,7 +43,8 @@ def application(gateway: Gateway, desk: Desk, metrics: Metrics) -> FastAPI:
     for path, endpoint in (("/healthz", healthz), ("/readyz", readyz), ("/metrics", metrics_page)):
         app.add_api_route(path, endpoint, methods=["GET"], response_class=Response)
     app.add_exception_handler(ApiError, _api_error)
-    app.add_exception_handler(HTTPException, _http_error)
+    for status in _OF_THE_FRAMEWORK:
+        app.add_exception_handler(status, _http_error)
     return app
 
 
@@ -51,6 +55,5 @@ async def _api_error(_: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     """What the framework refuses by itself: unknown paths and methods."""
-    assert isinstance(error, HTTPException)
-    code = "not_found" if error.status_code == 404 else "method_not_allowed" if error.status_code == 405 else "error"
-    return ApiError(error.status_code, code, f"{request.method} {request.url.path}: {error.detail}").response()
+    status = int(getattr(error, "status_code", 404))
+    return ApiError(status, _OF_THE_FRAMEWORK[status], f"no {request.method} {request.url.path} here").response()

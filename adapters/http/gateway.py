@@ -11,7 +11,7 @@ import hmac
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -48,9 +48,12 @@ class GatewayTally(Tally, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the gateway is configured with. `key` authenticates the content of requests that clients name."""
+    """What the gateway is configured with: capabilities and what each of them does.
 
-    capabilities: tuple[str, ...]
+    `key` authenticates the content of requests that clients name.
+    """
+
+    capabilities: Mapping[str, frozenset[Operation]]
     max_body_bytes: int
     key: bytes = field(repr=False)
 
@@ -87,7 +90,7 @@ class Gateway:
     async def models(self, request: Request) -> Response:
         """The capabilities that this client may ask for, as models."""
         client = self._client(request)
-        allowed = [name for name in self._settings.capabilities if client.may_ask_for(name)]
+        allowed = [name for name in sorted(self._settings.capabilities) if client.may_ask_for(name)]
         return _json({"object": "list", "data": [self._model(name) for name in allowed]})
 
     async def model(self, name: str, request: Request) -> Response:
@@ -115,6 +118,7 @@ class Gateway:
             body = await read_body(request, self._settings.max_body_bytes)
             document = parse(body, operation)
             capability = self._check_allowed(client, str(document["model"]))
+            self._check_serves(capability, operation)
             question = self._question(request, client, capability, operation, body)
         except ApiError as error:
             self._tally.answered(client, capability, error)
@@ -182,6 +186,10 @@ class Gateway:
         if not client.may_ask_for(name):
             raise ApiError(403, "capability_not_allowed", f"this client may not ask for {name}", param="model")
         return name
+
+    def _check_serves(self, capability: str, operation: Operation) -> None:
+        if operation not in self._settings.capabilities[capability]:
+            raise bad_request(f"{capability} does not serve {PATHS[operation]}", "model", "operation_not_supported")
 
 
 def _fresh_id() -> str:

@@ -10,7 +10,7 @@ whatever else passes by itself; `Retry-After` is there exactly when waiting help
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final, assert_never
 
 import orjson
@@ -29,6 +29,7 @@ _HEALTH_RETRY_SECONDS: Final = 5
 _CONFLICT_RETRY_SECONDS: Final = 1
 _LONGEST_RETRY_SECONDS: Final = 300
 
+_NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 _TYPES: Final[Mapping[int, str]] = {
     401: "authentication_error",
     403: "permission_error",
@@ -38,18 +39,30 @@ _TYPES: Final[Mapping[int, str]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
 class ApiError(Exception):
     """An answer that is an error. `retry_after`: seconds, None where the same question gets the same answer."""
 
-    status: int
-    code: str
-    message: str
-    param: str | None = None
-    request_id: str | None = None
-    retry_after: int | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    headers: Mapping[str, str] = field(default_factory=dict[str, str])
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        request_id: str | None = None,
+        retry_after: int | None = None,
+        extra: Mapping[str, Any] = _NOTHING,
+        headers: Mapping[str, str] = _NOTHING,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+        self.param = param
+        self.request_id = request_id
+        self.retry_after = retry_after
+        self.extra = extra
+        self.headers = headers
 
     def document(self) -> dict[str, Any]:
         """The body."""
@@ -71,7 +84,7 @@ class ApiError(Exception):
 
 def bad_request(message: str, param: str | None = None, code: str = "invalid_request", status: int = 400) -> ApiError:
     """The client's own mistake."""
-    return ApiError(status, code, message, param)
+    return ApiError(status, code, message, param=param)
 
 
 def refusal_error(refused: Refused, capability: str, now: int | None) -> ApiError:

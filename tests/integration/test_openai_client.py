@@ -1,0 +1,148 @@
+"""The door as OpenAI's own Python client sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+
+from tests.integration.serving import (
+    OTHER_TOKEN,
+    PATIENCE_SECONDS,
+    TOKEN,
+    Serving,
+    chat,
+    client,
+    configuration,
+    copy_ledger,
+    embedding,
+    serving,
+)
+
+LIMIT_BYTES = 256 * 1024
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, measured: Path) -> Generator[Serving]:
+    folder = tmp_path_factory.mktemp("openai")
+    copy_ledger(measured, folder)
+    clients = [client("app", TOKEN), client("batch", OTHER_TOKEN, capabilities=["chat@1"])]
+    config = configuration([embedding(), chat()], max_body_bytes=LIMIT_BYTES, clients=clients)
+    with serving(folder, config) as running:
+        yield running
+
+
+@pytest.fixture
+def api(server: Serving) -> Generator[OpenAI]:
+    with connected(server, TOKEN) as client_:
+        yield client_
+
+
+def connected(server: Serving, token: str) -> OpenAI:
+    http = httpx.Client(trust_env=False)
+    return OpenAI(
+        base_url=f"{server.base_url}/v1", api_key=token, max_retries=0, timeout=PATIENCE_SECONDS, http_client=http
+    )
+
+
+class TestModels:
+    def test_capabilities_are_models(self, api: OpenAI) -> None:
+        assert [model.id for model in api.models.list()] == ["chat@1", "emb@1"]
+        assert api.models.retrieve("emb@1").owned_by == "gpuledger"
+
+    def test_a_client_sees_only_what_it_may_ask_for(self, server: Serving) -> None:
+        with connected(server, OTHER_TOKEN) as api:
+            assert [model.id for model in api.models.list()] == ["chat@1"]
+            with pytest.raises(openai.PermissionDeniedError) as refused:
+                api.models.retrieve("emb@1")
+            assert refused.value.code == "capability_not_allowed"
+
+
+class TestEmbeddings:
+    def test_one_text(self, api: OpenAI) -> None:
+        answer = api.embeddings.create(model="emb@1", input="a ledger", encoding_format="float")
+        assert answer.model == "emb@1"
+        assert len(answer.data[0].embedding) == 384
+        assert answer.usage.prompt_tokens == 2
+
+    def test_a_batch_keeps_its_order(self, api: OpenAI) -> None:
+        texts = ["one", "two", "three"]
+        batch = api.embeddings.create(model="emb@1", input=texts, encoding_format="float")
+        alone = [
+            api.embeddings.create(model="emb@1", input=text, encoding_format="float").data[0].embedding
+            for text in texts
+        ]
+        assert [one.index for one in batch.data] == [0, 1, 2]
+        assert [one.embedding for one in batch.data] == alone
+
+    def test_base64_says_the_same(self, api: OpenAI) -> None:
+        packed = api.embeddings.create(model="emb@1", input="a ledger")  # the client's default where it has numpy
+        plain = api.embeddings.create(model="emb@1", input="a ledger", encoding_format="float")
+        assert packed.data[0].embedding == pytest.approx(plain.data[0].embedding, abs=1e-6)
+
+
+class TestChat:
+    def test_whole(self, api: OpenAI) -> None:
+        answer = api.chat.completions.create(
+            model="chat@1", messages=[{"role": "user", "content": "hello"}], max_tokens=4
+        )
+        assert answer.model == "chat@1"
+        assert len((answer.choices[0].message.content or "").split()) == 4
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 4
+
+    def test_streamed_is_the_same_text(self, api: OpenAI) -> None:
+        messages = [{"role": "user", "content": "hello"}]
+        whole = api.chat.completions.create(model="chat@1", messages=messages, max_tokens=4)  # type: ignore[arg-type]
+        stream = api.chat.completions.create(
+            model="chat@1",
+            messages=messages,  # type: ignore[arg-type]
+            max_tokens=4,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = list(stream)
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        assert text == whole.choices[0].message.content
+        assert {chunk.model for chunk in chunks} == {"chat@1"}
+        assert chunks[-1].usage is not None
+        assert chunks[-1].usage.completion_tokens == 4
+
+    def test_text_completions(self, api: OpenAI) -> None:
+        answer = api.completions.create(model="chat@1", prompt="hello", max_tokens=3)
+        assert len(answer.choices[0].text.split()) == 3
+        parts = [part.choices[0].text for part in api.completions.create(model="chat@1", prompt="hello", stream=True)]
+        assert len(parts) > 3
+
+
+class TestErrors:
+    def test_a_wrong_token(self, server: Serving) -> None:
+        with connected(server, "wrong") as api, pytest.raises(openai.AuthenticationError) as refused:
+            api.models.list()
+        assert refused.value.code == "invalid_api_key"
+
+    def test_a_model_that_is_not_there(self, api: OpenAI) -> None:
+        with pytest.raises(openai.NotFoundError) as refused:
+            api.embeddings.create(model="absent@1", input="x")
+        assert refused.value.code == "model_not_found"
+        assert refused.value.param == "model"
+
+    def test_an_over_long_body(self, api: OpenAI) -> None:
+        with pytest.raises(openai.APIStatusError) as refused:
+            api.embeddings.create(model="emb@1", input="x" * (8 * LIMIT_BYTES))
+        assert refused.value.status_code == 413
+        assert refused.value.code == "request_too_large"
+
+    def test_what_the_runtime_refuses(self, api: OpenAI) -> None:
+        with pytest.raises(openai.BadRequestError) as refused:
+            api.embeddings.create(model="emb@1", input="word " * 600)
+        assert "context" in str(refused.value)
+
+    def test_the_wrong_kind_of_work(self, api: OpenAI) -> None:
+        with pytest.raises(openai.BadRequestError) as refused:
+            api.embeddings.create(model="chat@1", input="x")
+        assert refused.value.code == "operation_not_supported"

@@ -1,0 +1,403 @@
+"""The asyncio shell on a made-up machine: what is durable and what waits for it, races, a full disk, crashes."""
+
+from __future__ import annotations
+
+import asyncio
+from hashlib import sha256
+from itertools import pairwise
+
+import pytest
+
+from gpuledger.adapters.http.ports import Cause, Ending, Granted, Refused, Repeated, Unavailable
+from gpuledger.adapters.ledger.memory import MemoryLedger
+from gpuledger.domain.events import (
+    AcceleratorHealthChanged,
+    FailureRecorded,
+    LeaseReleased,
+    NewEvent,
+    PlanDecided,
+    ReleaseCause,
+    RequestCancelled,
+    StreamKind,
+    TelemetrySampled,
+    stream_name,
+)
+from gpuledger.domain.failures import Failure
+from gpuledger.domain.ports import Batch, RuntimeFault
+from gpuledger.domain.reasons import Reason
+from gpuledger.domain.scheduler import Scheduler
+from gpuledger.domain.state import Health
+from gpuledger.domain.units import GIB
+from gpuledger.tools import shell as engine_module
+from gpuledger.tools.snapshots import load_world, read_snapshot
+from tests.unit.shells import Machine, Shell, WatchedLedger, envelope, shell
+
+pytestmark = pytest.mark.anyio
+
+DONE = Ending(200, 5, 100)
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+async def serve_one(served: Shell) -> Granted:
+    """A request from its arrival to its recorded end."""
+    outcome = await served.running.desk.submit(served.question())
+    assert isinstance(outcome, Granted)
+    served.running.desk.end(outcome.request_id, DONE)
+    await served.until(lambda: outcome.request_id not in served.running.world.requests)
+    return outcome
+
+
+class TestRequests:
+    async def test_a_cold_request_loads_its_model_and_goes(self) -> None:
+        async with shell() as served:
+            granted = await serve_one(served)
+            assert granted.start == "cold"
+            assert granted.plan is not None
+            assert served.machine.spawned == ["emb@host:local#1"]
+            names = served.names()
+            order = ["LeaseGranted", "ResidentLoadStarted", "ResidentProcessStarted", "ResidentReady", "LeaseReleased"]
+            assert [names.index(name) for name in order] == sorted(names.index(name) for name in order)
+
+    async def test_a_warm_request_costs_one_commit_before_it_is_forwarded(self) -> None:
+        async with shell() as served:
+            await serve_one(served)
+            before = served.ledger.appends
+            samples = served.names().count("TelemetrySampled")
+            outcome = await served.running.desk.submit(served.question())
+            assert isinstance(outcome, Granted)
+            assert outcome.start == "warm"
+            # Samples come by the clock; of the request itself there is one commit.
+            sampled = served.names().count("TelemetrySampled") - samples
+            assert served.ledger.appends - before - sampled == 1
+            assert [type(e.data).__name__ for e in served.ledger.read_stream(f"request:{outcome.request_id}")] == [
+                "RequestReceived",
+                "PlanDecided",
+            ]
+
+    async def test_nobody_waits_for_the_record_of_an_end(self) -> None:
+        async with shell() as served:
+            outcome = await served.running.desk.submit(served.question())
+            before = served.ledger.appends
+            served.running.desk.end(outcome.request_id, DONE)
+            assert served.ledger.appends == before
+            await served.until(lambda: "RequestCompleted" in served.names())
+
+    async def test_one_who_waits_in_the_queue_goes_when_the_one_before_has_ended(self) -> None:
+        async with shell() as served:
+            first = await served.running.desk.submit(served.question())
+            second = asyncio.create_task(served.running.desk.submit(served.question()))
+            await served.until(lambda: "RequestQueued" in served.names())
+            assert not second.done()
+            served.running.desk.end(first.request_id, DONE)
+            granted = await second
+            assert isinstance(granted, Granted)
+            assert granted.start == "warm"
+
+    async def test_a_refusal_comes_with_its_plan(self) -> None:
+        machine = Machine()
+        machine.external_bytes = 7 * GIB + GIB // 2
+        async with shell(machine=machine) as served:
+            refused = await served.running.desk.submit(served.question())
+            assert isinstance(refused, Refused)
+            assert refused.reason is Reason.EXTERNAL_GPU_PRESSURE
+            assert refused.plan is not None
+            assert refused.plan.document["verdict"] == "REJECT_CAPACITY"
+
+    async def test_a_client_that_goes_while_it_waits_gives_its_lease_back(self) -> None:
+        machine = Machine()
+        machine.may_load.clear()
+        async with shell(machine=machine) as served:
+            waiting = asyncio.create_task(served.running.desk.submit(served.question()))
+            await served.until(lambda: "ResidentProcessStarted" in served.names())
+            waiting.cancel()
+            await served.until(lambda: "RequestCancelled" in served.names())
+            assert [record for _, record in served.running.world.leases()] == []
+            machine.may_load.set()
+            await served.until(lambda: "ResidentReady" in served.names())
+
+    async def test_leases_of_who_is_there_are_renewed(self) -> None:
+        async with shell(policy={"lease_ttl_seconds": 1}) as served:
+            outcome = await served.running.desk.submit(served.question())
+            await served.until(lambda: served.names().count("LeaseRenewed") >= 3)
+            assert "LeaseExpired" not in served.names()
+            assert isinstance(outcome, Granted)
+            assert not outcome.lost.done()
+
+
+class TestRepetitions:
+    async def test_the_second_of_two_at_once_is_told_that_the_first_is_in_progress(self) -> None:
+        async with shell() as served:
+            first = asyncio.create_task(served.running.desk.submit(served.question("key-1", mac="aa" * 32)))
+            await asyncio.sleep(0)
+            second = await served.running.desk.submit(served.question("key-1", mac="aa" * 32))
+            other = await served.running.desk.submit(served.question("key-1", mac="bb" * 32))
+            assert second == Repeated("key-1", True, "in_progress")
+            assert other == Repeated("key-1", False, "in_progress")
+            assert isinstance(await first, Granted)
+
+    async def test_a_completed_one_is_not_served_again(self) -> None:
+        async with shell() as served:
+            await served.running.desk.submit(served.question("key-1", mac="aa" * 32))
+            served.running.desk.end("key-1", DONE)
+            await served.until(lambda: "RequestCompleted" in served.names())
+            before = len(served.names())
+            again = await served.running.desk.submit(served.question("key-1", mac="aa" * 32))
+            assert again == Repeated("key-1", True, "completed")
+            assert served.names()[before:].count("RequestReceived") == 0
+
+    async def test_a_refused_one_gets_the_same_refusal(self) -> None:
+        machine = Machine()
+        machine.external_bytes = 7 * GIB + GIB // 2
+        async with shell(machine=machine) as served:
+            first = await served.running.desk.submit(served.question("key-1", mac="aa" * 32))
+            again = await served.running.desk.submit(served.question("key-1", mac="aa" * 32))
+            assert isinstance(again, Repeated)
+            assert again.state == "refused"
+            assert again.refused == first
+
+    async def test_one_whose_commit_was_taken_for_failed_is_found(self) -> None:
+        """A COMMIT that was durable and yet reported as failed: the request stands, and nobody waits for it."""
+        async with shell() as served:
+            served.ledger.lose_next_answer = True
+            question = served.question("key-1", mac="aa" * 32)
+            assert await served.running.desk.submit(question) == Unavailable("key-1", Cause.LEDGER_UNAVAILABLE)
+            await served.until(lambda: "RequestCancelled" in served.names())
+            await served.until(lambda: served.running.engine.trouble is None)
+            assert await served.running.desk.submit(question) == Repeated("key-1", True, "cancelled")
+            assert [record for _, record in served.running.world.leases()] == []
+
+
+class TestOtherWriters:
+    async def test_what_another_wrote_before_is_folded_first(self) -> None:
+        async with shell() as served:
+            append_envelope(served)
+            await serve_one(served)
+            assert served.running.world.deployments["emb"].measured[0].envelope.measured_at == 1
+            assert served.running.world == load_world(served.ledger)
+
+    async def test_a_race_is_decided_again_on_what_the_other_wrote(self) -> None:
+        async with shell() as served:
+            await serve_one(served)
+            raced: list[Batch] = []
+
+            def race(batch: Batch) -> None:
+                if any(isinstance(event.data, PlanDecided) for event in batch.events) and not raced:
+                    raced.append(batch)
+                    touch_accelerator(served)
+
+            served.ledger.before = race
+            granted = await serve_one(served)
+            assert len(raced) == 1
+            ((seq, plan),) = [one for one in served.placed(PlanDecided) if one[1].request_id == granted.request_id]
+            assert plan.as_of == seq - 2  # RequestReceived lies between
+            assert served.running.world == load_world(served.ledger)
+
+    async def test_one_that_loses_every_race_is_refused(self) -> None:
+        async with shell() as served:
+            await serve_one(served)
+
+            def race(batch: Batch) -> None:
+                if any(event.stream == "accelerator:host:local" for event in batch.events):
+                    touch_accelerator(served)
+
+            served.ledger.before = race
+            outcome = await served.running.desk.submit(served.question())
+            assert isinstance(outcome, Refused)
+            assert outcome.reason is Reason.LEASE_CONFLICT
+            served.ledger.before = lambda _: None
+
+
+def append_envelope(served: Shell) -> None:
+    stream = stream_name(StreamKind.DEPLOYMENT, "emb")
+    batch = Batch((NewEvent(stream, envelope("emb", 1, 1)),), {stream: served.ledger.stream_version(stream)})
+    MemoryLedger.append(served.ledger, batch, 1)  # not through our shell: another process
+
+
+def touch_accelerator(served: Shell) -> None:
+    stream = "accelerator:host:local"
+    event = NewEvent(stream, AcceleratorHealthChanged("host:local", Health.HEALTHY, "other"))
+    batch = Batch((event,), {stream: served.ledger.stream_version(stream)})
+    MemoryLedger.append(served.ledger, batch, 1)
+
+
+class TestFullDisk:
+    async def test_nothing_is_admitted_and_ends_are_kept_until_it_is_writable_again(self) -> None:
+        async with shell() as served:
+            desk = served.running.desk
+            granted = await desk.submit(served.question())
+            served.ledger.broken = "the disk is full"
+            desk.end(granted.request_id, DONE)
+            await served.until(lambda: served.running.engine.trouble is not None)
+            refused = await desk.submit(served.question("late"))
+            assert refused == Unavailable("late", Cause.LEDGER_UNAVAILABLE)
+            ledger = next(condition for condition in desk.conditions() if condition.name == "ledger")
+            assert not ledger.holds
+            assert "full" in ledger.detail
+            served.ledger.broken = None
+            await served.until(lambda: "RequestCompleted" in served.names())
+            assert served.running.engine.trouble is None
+            assert (await serve_one(served)).start == "warm"
+
+    async def test_one_who_waits_in_the_queue_is_served_when_it_is_writable_again(self) -> None:
+        async with shell() as served:
+            first = await served.running.desk.submit(served.question())
+            second = asyncio.create_task(served.running.desk.submit(served.question()))
+            await served.until(lambda: "RequestQueued" in served.names())
+            served.ledger.broken = "the disk is full"
+            served.running.desk.end(first.request_id, DONE)
+            await served.until(lambda: served.running.engine.trouble is not None)
+            served.ledger.broken = None
+            assert isinstance(await second, Granted)
+
+    async def test_the_answer_of_a_runtime_is_kept(self) -> None:
+        machine = Machine()
+        machine.may_load.clear()
+        async with shell(machine=machine) as served:
+            waiting = asyncio.create_task(served.running.desk.submit(served.question()))
+            await served.until(lambda: "ResidentProcessStarted" in served.names())
+            served.ledger.broken = "the disk is full"
+            machine.may_load.set()
+            await served.until(lambda: served.running.engine.trouble is not None)
+            served.ledger.broken = None
+            assert isinstance(await waiting, Granted)
+            assert machine.spawned == ["emb@host:local#1"]
+
+
+class TestDefects:
+    async def test_a_defect_ends_one_request_and_not_the_scheduler(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        async with shell() as served:
+            await serve_one(served)
+
+            def broken(*arguments: object, **options: object) -> object:
+                raise AssertionError("a defect")
+
+            monkeypatch.setattr(Scheduler, "handle", broken)
+            outcome = await served.running.desk.submit(served.question("unlucky"))
+            assert outcome == Unavailable("unlucky", Cause.INTERNAL_ERROR)
+            monkeypatch.undo()
+            assert (await serve_one(served)).start == "warm"
+
+
+class TestCrashes:
+    async def test_a_crash_at_work_ends_the_request_and_the_next_one_loads_again(self) -> None:
+        async with shell() as served:
+            granted = await served.running.desk.submit(served.question())
+            assert isinstance(granted, Granted)
+            served.machine.crash("emb@host:local#1")
+            lost = await asyncio.wait_for(granted.lost, 10)
+            assert (lost.failure, lost.detail, lost.requeued) == (Failure.RUNTIME_CRASH, "signal_9", False)
+            await served.until(lambda: "ResidentEvicted" in served.names())
+            outcome = await served.running.desk.submit(served.question())
+            assert isinstance(outcome, Granted)
+            assert outcome.start == "cold"
+            assert served.machine.spawned == ["emb@host:local#1", "emb@host:local#2"]
+
+    async def test_a_load_that_fails_is_told_and_holds_the_next_one_back(self) -> None:
+        machine = Machine()
+        machine.load_fault = RuntimeFault(Failure.MODEL_LOAD_FAILED, "exit_status_1", b"no such file")
+        async with shell(machine=machine) as served:
+            outcome = await served.running.desk.submit(served.question())
+            assert isinstance(outcome, Refused)
+            assert (outcome.failure, outcome.detail) == (Failure.MODEL_LOAD_FAILED, "exit_status_1")
+            (recorded,) = (e.data for e in served.ledger.read_stream("capability:emb@1"))
+            assert isinstance(recorded, FailureRecorded)
+            assert recorded.evidence_sha256 == sha256(b"no such file").hexdigest()
+            await served.until(lambda: machine.stopped == ["emb@host:local#1"])
+
+
+class TestShutdown:
+    async def test_it_leaves_residency_and_leases_at_zero(self) -> None:
+        async with shell() as served:
+            await serve_one(served)
+            assert await served.stop()
+            assert served.names()[-1] == "SchedulerStopped"
+            world = load_world(served.ledger)
+            assert list(world.residents()) == []
+            assert list(world.leases()) == []
+            assert served.machine.held == {}
+
+    async def test_what_runs_may_end_first(self) -> None:
+        async with shell() as served:
+            granted = await served.running.desk.submit(served.question())
+            stopping = asyncio.create_task(served.stop(drain_seconds=20))
+            await served.until(lambda: "NodeDrainStarted" in served.names())
+            await asyncio.sleep(0.2)
+            assert served.machine.stopped == []
+            served.running.desk.end(granted.request_id, DONE)
+            assert await stopping
+            assert "RequestCompleted" in served.names()
+
+    async def test_what_takes_too_long_is_cancelled(self) -> None:
+        async with shell() as served:
+            granted = await served.running.desk.submit(served.question())
+            assert isinstance(granted, Granted)
+            assert await served.stop(drain_seconds=0)
+            assert granted.lost.done()
+            assert [event.cause for event in served.of(RequestCancelled)] == ["shutdown"]
+
+    async def test_who_waits_in_the_queue_is_refused_for_the_drain(self) -> None:
+        async with shell() as served:
+            first = await served.running.desk.submit(served.question())
+            second = asyncio.create_task(served.running.desk.submit(served.question()))
+            await served.until(lambda: "RequestQueued" in served.names())
+            stopping = asyncio.create_task(served.stop(drain_seconds=20))
+            outcome = await second
+            assert isinstance(outcome, Refused)
+            assert outcome.reason is Reason.NODE_DRAINING
+            served.running.desk.end(first.request_id, DONE)
+            assert await stopping
+
+
+class TestEarlierRun:
+    async def test_its_requests_leases_and_processes_are_ended(self) -> None:
+        ledger = WatchedLedger()
+        async with shell(ledger=ledger) as served:
+            granted = await served.running.desk.submit(served.question())
+            assert isinstance(granted, Granted)
+        machine = Machine()
+        async with shell(ledger=ledger, machine=machine) as served:
+            assert [process.pid for process in machine.orphans] == [1001]
+            assert list(served.running.world.residents()) == []
+            assert list(served.running.world.leases()) == []
+            assert [event.cause for event in served.of(LeaseReleased)] == [ReleaseCause.SCHEDULER_RESTARTED]
+            assert (await serve_one(served)).start == "cold"
+
+    async def test_a_snapshot_and_the_tail_are_the_fold(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(engine_module, "SNAPSHOT_EVERY", 10)
+        ledger = WatchedLedger()
+        async with shell(ledger=ledger) as served:
+            for _ in range(5):
+                await serve_one(served)
+        snapshot = ledger.load_snapshot()
+        assert snapshot is not None
+        assert snapshot.seq == ledger.head()  # the last one is of the shutdown
+        assert read_snapshot(snapshot) == load_world(ledger)
+        async with shell(ledger=ledger) as served:
+            assert (await serve_one(served)).start == "cold"
+        assert load_world(ledger, snapshot) == load_world(ledger)
+
+
+class TestSamples:
+    async def test_a_sample_is_as_old_as_it_is_when_it_is_decided_on(self) -> None:
+        """One that waited in the line must not show what happened meanwhile as if it had seen it."""
+        async with shell() as served:
+            engine = served.running.engine
+            began = engine.now()
+            taking = asyncio.create_task(served.running.sampler.take())
+            await asyncio.sleep(0)
+            # The event loop is held up between the reading and the decision.
+            await served.until(lambda: served.machine.samples > 0)
+            await taking
+            assert served.of(TelemetrySampled)[-1].observed_at <= began + 1_000
+
+    async def test_samples_are_never_closer_than_their_distance(self) -> None:
+        async with shell() as served:
+            for _ in range(20):
+                served.running.sampler.hurry()
+                await asyncio.sleep(0.005)
+            instants = [sampled.received_at for sampled in served.of(TelemetrySampled)]
+            assert min(b - a for a, b in pairwise(instants)) > 25_000

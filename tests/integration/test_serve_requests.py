@@ -325,7 +325,8 @@ def test_open_requests_are_bounded(tmp_path: Path, measured: Path) -> None:
     with serving(tmp_path, config) as server, server.http() as http:
         body = {"model": "chat@1", "stream": True, "messages": [{"role": "user", "content": "go on"}]}
         with http.stream("POST", "/v1/chat/completions", json=body) as answer:
-            next(sse(answer.iter_lines()))
+            seen = sse(answer.iter_lines())  # kept: a stream that nobody holds is closed
+            next(seen)
             refused = server.embed()
             assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_open_requests")
             assert json.loads(refused.content)["error"]["type"] == "rate_limit_error"

@@ -204,12 +204,11 @@ def _leases_report(document: Document) -> RenderableType:
 
 def _ended_table(document: Document) -> Table:
     table = table_of(
-        "Ended, newest first", "lease", "request", "resident", "class", "start", "#reserved", "ended", "by", "#renewals"
+        "Ended, newest first", "lease", "resident", "class", "start", "#reserved", "ended", "by", "#renewals"
     )
     for lease in document["ended"]:
         table.add_row(
-            lease["lease_id"],
-            printable(lease["request_id"]),
+            printable(lease["lease_id"]),
             lease["resident_id"],
             lease["priority"],
             lease["start"],

@@ -193,11 +193,10 @@ def _process(one: Document) -> str:
 
 def leases_table(leases: Sequence[Document]) -> Table:
     """Live leases, with what is known of them."""
-    table = table_of("Leases", "lease", "request", "resident", "class", "#reserved", "#shown", "#expires in")
+    table = table_of("Leases", "lease", "resident", "class", "#reserved", "#shown", "#expires in")
     for lease in leases:
         table.add_row(
-            lease["lease_id"],
-            lease["request_id"],
+            printable(lease["lease_id"]),
             lease["resident_id"],
             lease["priority"],
             size(lease["reserved_bytes"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -172,7 +173,7 @@ async def test_a_llama_server_is_run_with_the_same_options(tiny_chat_gguf: Path,
     server.write_text(
         "#!/bin/sh\n"
         'if [ "$1" = --version ]; then echo "version: 7123 (0123abcd)" >&2; exit 0; fi\n'
-        f'exec {sys.executable} -I {llama_server.__file__} "$@"\n'
+        f'exec {shlex.quote(sys.executable)} -I {shlex.quote(llama_server.__file__)} "$@"\n'
     )
     server.chmod(0o755)
     async with opened(tmp_path, task="chat", model=tiny_chat_gguf, server=server) as runtimes:

@@ -12,7 +12,7 @@ import typer
 
 from gpuledger.domain.document_problems import DocumentError
 
-from . import inspect_cli, ledger_cli, plan_cli, profile_cli, replay_cli, serve_cli
+from . import bench_cli, inspect_cli, ledger_cli, plan_cli, profile_cli, replay_cli, serve_cli
 
 app = typer.Typer(
     help="A scheduler for the memory of GPUs, with a ledger that proves its decisions.",
@@ -28,6 +28,7 @@ replay_cli.register(app)
 inspect_cli.register(app)
 serve_cli.register(app)
 profile_cli.register(app)
+bench_cli.register(app)
 
 BAD_INPUT = 2
 

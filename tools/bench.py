@@ -2,7 +2,8 @@
 
 A machine that others use as well has no speed of its own, so a number of seconds says little. Here every round does a
 piece of work twice, one right after the other: as gpuledger does it, and as the least that anybody could do with the
-same bytes (the floor). What slows the machine down slows both, and the median of the rounds' ratios stays.
+same bytes (the floor), as often as takes about as long. What slows the machine down slows both, and the median of the
+rounds' ratios stays. What waits for nothing is timed in seconds of the processor, which others cannot take away.
 """
 
 from __future__ import annotations
@@ -13,19 +14,22 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from typing import Final, Literal, TypeAlias
 
-#: Seconds of a monotonic clock.
+#: Seconds that only grow.
 Clock: TypeAlias = Callable[[], float]
 Work: TypeAlias = Callable[[], object]
+#: Which seconds: those of the wall where a disk or a socket is waited for, those of the processor where nothing is.
+Time: TypeAlias = Literal["wall", "cpu"]
 
 #: Also of a bench whose rounds take longer than its time: fewer have no median worth telling.
 MIN_ROUNDS: Final = 3
+MAX_FLOOR_TIMES: Final = 1_000
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The same work done twice. `units` says how much of it there was."""
+    """The same work done twice. `units` says how much of it there was; both durations are for all of them, once."""
 
     units: int
     ours_seconds: float
@@ -39,6 +43,7 @@ class Case:
     name: str
     unit: str
     floor: str
+    time: Time
     round: Callable[[int], Round]
     details: Callable[[], Mapping[str, float]] = dict
 
@@ -68,6 +73,7 @@ class Figures:
     case: str
     unit: str
     floor_name: str
+    time: Time
     rounds: int
     units: int
     ours: Spread
@@ -86,19 +92,33 @@ class Result:
     prepare_seconds: float = field(default=0.0, compare=False)
 
 
-def in_turn(number: int, units: int, ours: Work, floor: Work, clock: Clock = time.perf_counter) -> Round:
-    """Time both, the floor first in every second round: neither always finds the caches that the other left."""
-    if number % 2:
-        floor_seconds = _timed(floor, clock)
-        return Round(units, _timed(ours, clock), floor_seconds)
-    ours_seconds = _timed(ours, clock)
-    return Round(units, ours_seconds, _timed(floor, clock))
+class Turns:
+    """Times both sides of a case whose work is a call each."""
 
+    def __init__(self, clock: Clock = time.thread_time) -> None:
+        self._clock = clock
+        self._floor_times = 1
 
-def _timed(work: Work, clock: Clock) -> float:
-    started = clock()
-    work()
-    return clock() - started
+    def round(self, number: int, units: int, ours: Work, floor: Work) -> Round:
+        """The floor goes first in every second round: neither always finds the caches that the other left."""
+        if number % 2:
+            floor_seconds = self._floor(floor)
+            ours_seconds = self._timed(ours)
+        else:
+            ours_seconds = self._timed(ours)
+            floor_seconds = self._floor(floor)
+        # Of two pieces of work the longer one is disturbed more often: the next round's take about as long.
+        self._floor_times = min(max(1, round(ours_seconds / max(floor_seconds, 1e-9))), MAX_FLOOR_TIMES)
+        return Round(units, ours_seconds, floor_seconds)
+
+    def _floor(self, floor: Work) -> float:
+        times = self._floor_times
+        return self._timed(lambda: [floor() for _ in range(times)]) / times
+
+    def _timed(self, work: Work) -> float:
+        started = self._clock()
+        work()
+        return self._clock() - started
 
 
 def measure(case: Case, seconds: float, clock: Clock = time.perf_counter) -> Figures:
@@ -113,6 +133,7 @@ def measure(case: Case, seconds: float, clock: Clock = time.perf_counter) -> Fig
         case=case.name,
         unit=case.unit,
         floor_name=case.floor,
+        time=case.time,
         rounds=len(rounds),
         units=sum(one.units for one in rounds),
         ours=Spread.of([one.ours_seconds / one.units for one in rounds]),

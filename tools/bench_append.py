@@ -23,7 +23,7 @@ from .bench import Case, Round
 from .bench_ledger import EMBED, warm_node
 
 FOLDER_PREFIX: Final = "gpuledger-bench-"
-_FLOOR: Final = "bare insert of the same bytes"
+_FLOOR: Final = "bare insert, same bytes"
 #: As those of the ledger's own connections.
 _PRAGMAS: Final = ("PRAGMA journal_mode = WAL", "PRAGMA synchronous = FULL", "PRAGMA journal_size_limit = 67108864")
 
@@ -36,8 +36,8 @@ def append_bench() -> Generator[Sequence[Case]]:
         with closing(SqliteLedger(folder / "ledger.db")) as ledger, closing(_bare(folder / "bare.db")) as bare:
             requests = _Requests(ledger, bare)
             yield (
-                Case("admission (3 events)", "batch", _FLOOR, partial(requests.round, kind=LeaseGranted)),
-                Case("end (2 events)", "batch", _FLOOR, partial(requests.round, kind=LeaseReleased)),
+                Case("admission (3 events)", "batch", _FLOOR, "wall", partial(requests.round, kind=LeaseGranted)),
+                Case("end (2 events)", "batch", _FLOOR, "wall", partial(requests.round, kind=LeaseReleased)),
             )
 
 

@@ -20,18 +20,18 @@ from gpuledger.domain.reasons import Verdict
 from gpuledger.domain.state import PlanRequest, State
 from gpuledger.domain.world import World, evolve, fold
 
-from .bench import Case, Round, in_turn
+from .bench import Case, Round, Turns
 from .bench_ledger import Day
 from .bench_plans import Situation, situations
 from .replay import Outcome, Replay
 
 #: Events of one round: long enough to be timed, short enough that what disturbs it disturbs one round only.
 PIECE_EVENTS: Final = 250
-PLANS_PER_ROUND: Final = 20
+PLANS_PER_ROUND: Final = 10
 #: Replay begins at the first event, so its rounds take a beginning of the day.
 REPLAYED_EVENTS: Final = 750
 
-_LOADS: Final = "orjson.loads of the same bytes"
+_LOADS: Final = "orjson.loads, same bytes"
 
 
 @contextmanager
@@ -40,18 +40,19 @@ def encode_bench(make_day: Callable[[], Day]) -> Generator[Sequence[Case]]:
     day = make_day()
     trees = [orjson.loads(leaf) for leaf in day.leaves]
     pieces = _pieces(len(day.events))
+    turns = Turns()
 
     def one(number: int) -> Round:
         piece = pieces[number % len(pieces)]
         events, parsed = day.events[piece], trees[piece]
-        return in_turn(
+        return turns.round(
             number,
             len(events),
             lambda: [encode(event) for event in events],
             lambda: [orjson.dumps(tree, option=orjson.OPT_SORT_KEYS) for tree in parsed],
         )
 
-    yield (Case("a day", "event", "orjson.dumps of the same trees", one),)
+    yield (Case("a day", "event", "orjson.dumps, same trees", "cpu", one),)
 
 
 @contextmanager
@@ -60,9 +61,9 @@ def decode_bench(make_day: Callable[[], Day]) -> Generator[Sequence[Case]]:
     day = make_day()
     pieces = _pieces(len(day.leaves))
 
-    def one(number: int, *, exact: bool) -> Round:
+    def one(turns: Turns, number: int, *, exact: bool) -> Round:
         leaves = day.leaves[pieces[number % len(pieces)]]
-        return in_turn(
+        return turns.round(
             number,
             len(leaves),
             lambda: [decode(leaf, exact=exact) for leaf in leaves],
@@ -70,8 +71,8 @@ def decode_bench(make_day: Callable[[], Day]) -> Generator[Sequence[Case]]:
         )
 
     yield (
-        Case("our own", "event", _LOADS, partial(one, exact=False)),
-        Case("foreign (exact)", "event", _LOADS, partial(one, exact=True)),
+        Case("our own", "event", _LOADS, "cpu", partial(one, Turns(), exact=False)),
+        Case("foreign (exact)", "event", _LOADS, "cpu", partial(one, Turns(), exact=True)),
     )
 
 
@@ -81,13 +82,14 @@ def fold_bench(make_day: Callable[[], Day]) -> Generator[Sequence[Case]]:
     day = make_day()
     pieces = _pieces(len(day.events))
     before = list(_worlds_before(day.events))
+    turns = Turns()
 
     def one(number: int) -> Round:
         at = number % len(pieces)
         events, leaves, world = day.events[pieces[at]], day.leaves[pieces[at]], before[at]
-        return in_turn(number, len(events), lambda: fold(world, events), lambda: _loads(leaves))
+        return turns.round(number, len(events), lambda: fold(world, events), lambda: _loads(leaves))
 
-    yield (Case("a day", "event", _LOADS, one),)
+    yield (Case("a day", "event", _LOADS, "cpu", one),)
 
 
 @contextmanager
@@ -99,17 +101,18 @@ def plan_bench(make_day: Callable[[], Day]) -> Generator[Sequence[Case]]:
 def _plan_case(situation: Situation) -> Case:
     state, question = situation.state, situation.question
     document = orjson.dumps(state_document(state))
+    turns = Turns()
     _expect(plan(state, question).verdict, situation.verdict)
 
     def one(number: int) -> Round:
-        return in_turn(
+        return turns.round(
             number,
             PLANS_PER_ROUND,
             lambda: _plans(state, question),
             lambda: [orjson.loads(document) for _ in range(PLANS_PER_ROUND)],
         )
 
-    return Case(situation.name, "plan", "orjson.loads of the state document", one)
+    return Case(situation.name, "plan", "orjson.loads, state document", "cpu", one)
 
 
 def _plans(state: State, question: PlanRequest) -> None:
@@ -130,6 +133,7 @@ def replay_bench(make_day: Callable[[], Day]) -> Generator[Sequence[Case]]:
     leaves = day.leaves[:REPLAYED_EVENTS]
     plans = frozenset(event.seq for event in day.events[: len(leaves)] if isinstance(event.data, PlanDecided))
     leaves = leaves[: max(plans)]
+    turns = Turns()
 
     def ours() -> None:
         run = Replay(day.ledger, only=plans)
@@ -138,9 +142,9 @@ def replay_bench(make_day: Callable[[], Day]) -> Generator[Sequence[Case]]:
             raise AssertionError("the ledger of the bench does not replay")
 
     def one(number: int) -> Round:
-        return in_turn(number, len(leaves), ours, lambda: _loads(leaves))
+        return turns.round(number, len(leaves), ours, lambda: _loads(leaves))
 
-    yield (Case(f"{len(plans)} plans in {len(leaves)} events", "event", _LOADS, one),)
+    yield (Case(f"{len(plans)} plans in {len(leaves)} events", "event", _LOADS, "cpu", one),)
 
 
 # ---- shared -----------------------------------------------------------------------------------------------------

@@ -50,6 +50,7 @@ def _case(figures: Figures) -> Document:
         "case": figures.case,
         "unit": figures.unit,
         "floor": figures.floor_name,
+        "time": figures.time,
         "rounds": figures.rounds,
         "units": figures.units,
         "ratio": _spread(figures.ratio, 1),
@@ -140,7 +141,9 @@ def _head(document: Document) -> Text:
 
 def _table(benches: Sequence[Document]) -> RenderableType:
     title = "How many times as long as its floor takes (median of the rounds; half of them lie in the range)"
-    table = table_of(title, "bench", "case", "#ratio", "#range", "#each", "#per second", "#floor", "floor", "#rounds")
+    table = table_of(
+        title, "bench", "case", "#ratio", "#range", "#each", "#per second", "#floor", "floor", "time", "#rounds"
+    )
     for bench in benches:
         for case in bench["cases"]:
             ratio, ours = case["ratio"], case["ours_us"]["median"]
@@ -153,6 +156,7 @@ def _table(benches: Sequence[Document]) -> RenderableType:
                 _rate(ours),
                 _duration(case["floor_us"]["median"]),
                 case["floor"],
+                case["time"],
                 str(case["rounds"]),
             )
     return table

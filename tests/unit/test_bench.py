@@ -20,7 +20,7 @@ from gpuledger.domain.events import LeaseReleased, PlanDecided, RequestCompleted
 from gpuledger.domain.reasons import Verdict
 from gpuledger.domain.world import World, fold
 from gpuledger.tools import bench_cli, bench_gateway
-from gpuledger.tools.bench import MIN_ROUNDS, Bench, Case, Round, in_turn, measure, run
+from gpuledger.tools.bench import MIN_ROUNDS, Bench, Case, Round, Turns, measure, run
 from gpuledger.tools.bench_append import append_bench
 from gpuledger.tools.bench_cases import decode_bench, encode_bench, fold_bench, plan_bench, replay_bench
 from gpuledger.tools.bench_cli import Name
@@ -50,7 +50,13 @@ class FakeTime:
 
 
 def case_of(time: FakeTime, ours: float = 0.3, floor: float = 0.1, **more: Any) -> Case:
-    return Case("case", "thing", "the least", lambda n: in_turn(n, 2, time.work(ours), time.work(floor), time), **more)
+    """Two things a round, and all of the time that the clock knows goes by in it."""
+
+    def one(_: int) -> Round:
+        time.now += ours + floor
+        return Round(2, ours, floor)
+
+    return Case("case", "thing", "the least", "wall", one, **more)
 
 
 @contextmanager
@@ -93,7 +99,7 @@ class TestMeasuring:
             time.now += 1
             return Round(1, next(slow_first, 2.0), 1.0)
 
-        assert measure(Case("case", "thing", "the least", one), 5.0, time).ratio.high == 2.0
+        assert measure(Case("case", "thing", "the least", "wall", one), 5.0, time).ratio.high == 2.0
 
     def test_one_disturbed_round_moves_no_median(self) -> None:
         time = FakeTime()
@@ -102,14 +108,22 @@ class TestMeasuring:
             time.now += 1
             return Round(1, 50.0 if number == 3 else 2.0, 1.0)
 
-        figures = measure(Case("case", "thing", "the least", one), 9.0, time)
+        figures = measure(Case("case", "thing", "the least", "wall", one), 9.0, time)
         assert (figures.ratio.low, figures.ratio.median, figures.ratio.high) == (2.0, 2.0, 2.0)
 
     def test_the_floor_goes_first_in_every_second_round(self) -> None:
         time, done = FakeTime(), list[str]()
+        turns = Turns(time)
         for number in range(3):
-            in_turn(number, 1, time.work(1, done, "ours"), time.work(1, done, "floor"), time)
+            turns.round(number, 1, time.work(1, done, "ours"), time.work(1, done, "floor"))
         assert done == ["ours", "floor", "floor", "ours", "ours", "floor"]
+
+    def test_the_floor_is_repeated_until_both_take_about_as_long(self) -> None:
+        time, done = FakeTime(), list[str]()
+        turns = Turns(time)
+        rounds = [turns.round(0, 1, time.work(1.0), time.work(0.25, done)) for _ in range(3)]
+        assert len(done) == 1 + 4 + 4
+        assert rounds == [Round(1, 1.0, 0.25)] * 3
 
     def test_cases_share_the_time_of_their_bench(self) -> None:
         time = FakeTime()
@@ -124,7 +138,7 @@ class TestFailure:
             raise OSError("no space left")
 
         time, ended = FakeTime(), list[str]()
-        cases = (case_of(time), Case("broken", "thing", "the least", broken))
+        cases = (case_of(time), Case("broken", "thing", "the least", "wall", broken))
         result = run("bench", lambda: bench_of(*cases, ended=ended), 1.0, time)
         assert [figures.case for figures in result.figures] == ["case"]
         assert result.error == "OSError: no space left"
@@ -233,7 +247,7 @@ class TestDocument:
         assert case["ratio"] == {"median": 3.0, "q1": 3.0, "q3": 3.0}
         assert case["ours_us"]["median"] == 150_000
         assert case["floor_us"]["median"] == 50_000
-        assert (case["case"], case["unit"], case["floor"]) == ("case", "thing", "the least")
+        assert (case["case"], case["unit"], case["floor"], case["time"]) == ("case", "thing", "the least", "wall")
         assert (case["rounds"], case["units"], case["details"]) == (10, 20, {"p50_ms": 1.5})
 
     def test_a_person_is_told_the_same(self) -> None:
@@ -242,7 +256,7 @@ class TestDocument:
         def broken(_: int) -> Round:
             raise OSError("no\x1b[31m space")
 
-        cases = (case_of(time, details=lambda: {"p50_ms": 1.5}), Case("broken", "thing", "the least", broken))
+        cases = (case_of(time, details=lambda: {"p50_ms": 1.5}), Case("broken", "thing", "the least", "wall", broken))
         results = [run("one", lambda: bench_of(*cases), 4.0, time)]
         out = Console(width=150, color_system=None)
         with out.capture() as capture:
@@ -280,11 +294,12 @@ class TestCommand:
         def fake(*cases: Case) -> Bench:
             return lambda: bench_of(*cases)
 
-        fine = Case("case", "thing", "the least", lambda _: Round(1, 0.002, 0.001))
+        fine = Case("case", "thing", "the least", "wall", lambda _: Round(1, 0.002, 0.001))
         monkeypatch.setattr(
             bench_cli,
             "BENCHES",
-            {name: fake(fine) for name in Name} | {Name.GATEWAY: fake(Case("case", "thing", "the least", broken))},
+            {name: fake(fine) for name in Name}
+            | {Name.GATEWAY: fake(Case("case", "thing", "the least", "wall", broken))},
         )
 
     def invoke(self, *arguments: str) -> tuple[int, str, str]:

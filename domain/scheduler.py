@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import Final, assert_never
 
+from .accounting import is_fresh
 from .aggregates.accelerator import AcceleratorState, ResidentRecord
 from .aggregates.request import Phase, RequestState
 from .configuration import apply_configuration, end_earlier_run
@@ -70,7 +71,7 @@ from .residency import (
     wants_fresh_sample,
 )
 from .sampling import SampleTaken, record_sample
-from .state import ResidencyPolicy, ResidentState
+from .state import Kind, ResidencyPolicy, ResidentState
 from .units import MICROS_PER_MS, milliseconds, seconds
 from .world import World
 
@@ -266,14 +267,15 @@ def _give_up_waiting(draft: Draft) -> None:
 
 def _keep_always_warm(draft: Draft) -> None:
     """Ask for what should be loaded and is not, as any client would, and not more often than a request may wait."""
-    node_drains = any(node.draining_for_shutdown for node in draft.world.nodes.values())
-    if node_drains or not draft.world.accelerators:
+    if any(node.draining_for_shutdown for node in draft.world.nodes.values()):
         return
     for deployment_id, deployment in sorted(draft.world.deployments.items()):
         spec = deployment.spec
         if deployment.retired or spec.residency.policy is not ResidencyPolicy.ALWAYS_WARM or not deployment.measured:
             continue
         if any(record.resident.deployment_id == deployment_id for _, record in draft.world.residents()):
+            continue
+        if not _is_seen(draft, spec.kind):
             continue
         asked_at = draft.world.warmed_at.get(spec.capability)
         if asked_at is not None and draft.now < asked_at + seconds(draft.world.policy.max_queue_seconds):
@@ -295,6 +297,15 @@ def _keep_always_warm(draft: Draft) -> None:
                 content_mac=None,
             ),
         )
+
+
+def _is_seen(draft: Draft, kind: Kind) -> bool:
+    """Whether something of this kind is known now: after a start it takes a sample, and asking before it is in vain."""
+    for state in draft.world.accelerators.values():
+        sample = None if state.retired or state.accelerator.kind is not kind else state.sample
+        if sample is not None and is_fresh(draft.world.policy, sample.observed_at, sample.received_at, draft.now):
+            return True
+    return False
 
 
 def _finish_warming(draft: Draft) -> None:

@@ -92,7 +92,7 @@ class World:
     requests: Mapping[str, RequestState] = field(default_factory=dict[str, RequestState])
     versions: Mapping[str, int] = field(default_factory=dict[str, int])
     queue_revision: int = 0
-    #: When the scheduler last asked for a capability to be loaded in its own name (`always_warm`).
+    #: When this run of the scheduler last asked for a capability to be loaded in its own name (`always_warm`).
     warmed_at: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def state(self, now: int) -> State:
@@ -184,7 +184,9 @@ def _apply(world: World, stream: str, data: Event) -> World:
     match data:
         case LedgerOpened():
             return replace(world, ledger_id=data.ledger_id)
-        case SchedulerStarted() | SchedulerStopped() | NodeRegistered() | NodeDrainStarted():
+        case SchedulerStarted():
+            return replace(_apply_to_node(world, data), warmed_at={})
+        case SchedulerStopped() | NodeRegistered() | NodeDrainStarted():
             return _apply_to_node(world, data)
         case PolicyRevised():
             return replace(world, policy=data.policy)

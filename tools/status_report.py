@@ -153,7 +153,7 @@ def _residents(status: Document) -> Table:
             ago(one["since"], now),
             Text(size(one["attributed_bytes"])) + _attribution(one),
             ago(one["last_used_at"], now),
-            _kept(one, now),
+            _kept(one, now) if status["scheduler"]["state"] == Driver.RUNNING else "-",
             str(one["running_requests"]),
             _process(one),
         )

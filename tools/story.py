@@ -225,9 +225,9 @@ def story_document(target: Target, text: str, *, recorded_only: bool = False) ->
     subject = find_subject(target.reader, text)
     events = events_of(target.reader, subject.request_id)
     received = next((event for event in events if isinstance(event.data, RequestReceived)), None)
-    if received is None:
+    if received is None or not isinstance(received.data, RequestReceived):
         raise LedgerCorrupt(f"the request {subject.request_id} was never received", events[0].seq)
-    asked_at = received.at
+    asked_at = received.data.requested_at
     plans = [event for event in events if isinstance(event.data, PlanDecided)]
     return {
         "schema": SCHEMA,
@@ -240,7 +240,7 @@ def story_document(target: Target, text: str, *, recorded_only: bool = False) ->
             {
                 "seq": event.seq,
                 "at": format_instant(event.at),
-                "after_ms": (event.at - asked_at) // MICROS_PER_MS,
+                "after_ms": max(0, event.at - asked_at) // MICROS_PER_MS,
                 "type": type(event.data).__name__,
                 "told": told(event.data),
             }
@@ -250,8 +250,7 @@ def story_document(target: Target, text: str, *, recorded_only: bool = False) ->
     }
 
 
-def _request(data: Event) -> Document:
-    assert isinstance(data, RequestReceived)
+def _request(data: RequestReceived) -> Document:
     return {
         "request_id": data.request_id,
         "client_id": data.client_id,

@@ -25,7 +25,7 @@ from gpuledger.domain.failures import Failure
 from gpuledger.domain.ports import AcceleratorReading, Clock, ManagedProcess, RuntimeFacts, RuntimeFault, Runtimes
 from gpuledger.domain.state import Envelope, Kind
 
-from .measure_drive import EMBEDDING_INPUTS, drive
+from .measure_drive import drive
 from .measure_meter import Meter, Peaks, TakeSample
 
 Progress: TypeAlias = Callable[[str], None]
@@ -69,15 +69,14 @@ async def measure(
     config: RuntimeConfig,
     place: Place,
     *,
-    embedding_inputs: int = EMBEDDING_INPUTS,
     progress: Progress = silent,
 ) -> Measurement:
     """Measure one deployment: seconds, for a large model minutes. Nothing else may be managed there meanwhile.
 
-    `take_sample` is `Telemetry.sample`; it is called in one thread of the measurement's own. `embedding_inputs`: the
-    most that one request may bring. Raises RuntimeFault, the process ended: INSUFFICIENT_SCHEDULABLE_VRAM when it does
-    not fit (`artifact_does_not_fit`, `reserve_reached`), SCHEDULER_STATE_STALE when the accelerator cannot be seen or
-    does not come to rest, and whatever the runtime did wrong.
+    `take_sample` is `Telemetry.sample`; it is called in one thread of the measurement's own. Raises RuntimeFault, the
+    process ended: INSUFFICIENT_SCHEDULABLE_VRAM when it does not fit (`artifact_does_not_fit`, `reserve_reached`),
+    SCHEDULER_STATE_STALE when the accelerator cannot be seen or does not come to rest, and whatever the runtime did
+    wrong.
     """
     facts = await asyncio.to_thread(runtimes.facts, place.deployment_id)
     meter = Meter(take_sample, place.accelerator_id, place.reserve_bytes)
@@ -86,7 +85,7 @@ async def measure(
         baseline = await session.baseline(facts)
         loading = await session.load()
         idle = await session.idle()
-        working = await session.work(embedding_inputs)
+        working = await session.work()
         release = await session.release(baseline)
     finally:
         await runtimes.stop(RESIDENT_ID, 0)
@@ -163,11 +162,11 @@ class _Session:
         self._progress("idle")
         return Peaks.of(await self._meter.settle())
 
-    async def work(self, embedding_inputs: int) -> _Working:
+    async def work(self) -> _Working:
         """Step 4."""
         self._progress("work")
         endpoint = self._runtimes.endpoint(RESIDENT_ID)
-        driving = drive(endpoint, self._config, embedding_inputs, self._progress)
+        driving = drive(endpoint, self._config, self._progress)
         full_context_tokens, peaks = await self._meter.during(self._unless_it_ends(driving))
         return _Working(peaks, full_context_tokens)
 

@@ -23,14 +23,11 @@ from gpuledger.domain.ports import Endpoint, RuntimeFault
 ANSWER_TOKENS: Final = 8
 #: The number before a prompt makes it new to every cache; its tokens vary a little.
 SLACK_TOKENS: Final = 4
-EMBEDDING_INPUTS: Final = 256
 DRIVE_LIMIT_SECONDS: Final = 3600.0
 _FEW_WORDS: Final = 2
 
 
-async def drive(
-    endpoint: Endpoint, config: RuntimeConfig, embedding_inputs: int, progress: Callable[[str], None]
-) -> int:
+async def drive(endpoint: Endpoint, config: RuntimeConfig, progress: Callable[[str], None]) -> int:
     """Ask all that is to be asked; the tokens of the longest prompt that was taken. Raises RuntimeFault."""
     try:
         async with asyncio.timeout(DRIVE_LIMIT_SECONDS), checks.client() as http:
@@ -39,8 +36,8 @@ async def drive(
             progress("work: every slot at once")
             await asyncio.gather(*(driver.must_take(words) for _ in range(config.parallel)))
             if config.task is Task.EMBEDDING:
-                progress(f"work: {embedding_inputs} inputs in one request")
-                await driver.must_embed(embedding_inputs)
+                progress(f"work: {config.max_inputs} inputs in one request")
+                await driver.must_embed(config.max_inputs)
             return tokens
     except TimeoutError as error:
         raise RuntimeFault(Failure.TIMEOUT, "drive_timeout") from error

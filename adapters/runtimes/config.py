@@ -46,6 +46,9 @@ class _Config(BaseModel):
     parallel: Positive = Field(
         default=1, le=256, description="Requests served at the same time: the concurrency of the deployment."
     )
+    max_inputs: Positive = Field(
+        default=256, le=2048, description="Texts that one embeddings request may bring; each costs memory."
+    )
     dimensions: Positive | None = Field(default=None, description="Length of an embedding, checked at load when given.")
     load_timeout_seconds: Positive = Field(default=120, le=86_400, description="From its first instruction to ready.")
 

@@ -93,6 +93,7 @@ class LlamaCpp:
             "artifact_sha256": artifact.sha256,
             "options": self._options(),
             "settings": SETTINGS,
+            "max_inputs": self._config.max_inputs,
         }
         return RuntimeFacts("llama_cpp", version, config_hash(shape), artifact.sha256, artifact.size_bytes)
 

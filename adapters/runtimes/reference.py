@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Final
 
 from gpuledger.domain.failures import Failure
 from gpuledger.domain.ports import RuntimeFacts
@@ -14,7 +15,17 @@ from .engine import config_hash, sum_of_gauges
 from .process import Command
 
 #: Raised when what the server holds for the same configuration changes.
-VERSION = "1"
+VERSION: Final = "1"
+SHAPES_MEMORY: Final = {
+    "type",
+    "idle_bytes",
+    "peak_bytes",
+    "context_length",
+    "batch_size",
+    "parallel",
+    "max_inputs",
+    "dimensions",
+}
 
 
 class Reference:
@@ -27,9 +38,7 @@ class Reference:
 
     def facts(self) -> RuntimeFacts:
         """Times and faults shape no memory."""
-        shape = self._config.model_dump(
-            mode="json", include={"type", "idle_bytes", "peak_bytes", "context_length", "batch_size", "parallel"}
-        )
+        shape = self._config.model_dump(mode="json", include=SHAPES_MEMORY)
         return RuntimeFacts("reference", VERSION, config_hash({**shape, "version": VERSION}), None, 0)
 
     def command(self, port: int, api_key: str) -> Command:

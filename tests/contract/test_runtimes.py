@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -64,7 +65,10 @@ def answers(endpoint: Endpoint) -> bool:
 
 
 def process_file(process: ProcessIdentity, name: str) -> bytes:
-    return Path(f"/proc/{process.pid}/{name}").read_bytes()
+    """In the midst of an execve the kernel shows nothing for a moment."""
+    while not (content := Path(f"/proc/{process.pid}/{name}").read_bytes()):
+        time.sleep(0.001)
+    return content
 
 
 async def gone(process: ProcessIdentity) -> None:

@@ -120,11 +120,13 @@ ON_CARD = Place("d", GPU, 256 * MIB)
 # ---- on a host --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [reference(parallel=2), reference(task="embedding")], ids=["chat", "embedding"])
+@pytest.mark.parametrize(
+    "config", [reference(parallel=2), reference(task="embedding", max_inputs=8)], ids=["chat", "embedding"]
+)
 async def test_it_finds_what_the_reference_holds(config: ReferenceConfig, tmp_path: Path) -> None:
     telemetry = NodeTelemetry([HostSource("node-1")])
     steps: list[str] = []
-    result = await measured(config, ON_HOST, telemetry.sample, tmp_path, embedding_inputs=8, progress=steps.append)
+    result = await measured(config, ON_HOST, telemetry.sample, tmp_path, progress=steps.append)
     event, envelope = result.event, result.event.envelope
     assert envelope.idle_bytes == pytest.approx(64 * MIB, abs=OVERHEAD_BYTES)
     assert envelope.peak_bytes == pytest.approx(128 * MIB, abs=OVERHEAD_BYTES)

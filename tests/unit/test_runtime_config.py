@@ -94,6 +94,7 @@ def llama(model: Path, **changes: Any) -> LlamaCpp:
         {"cache_type_v": "q8_0"},
         {"task": "embedding"},
         {"task": "embedding", "pooling": "mean"},
+        {"max_inputs": 2048},
     ],
     ids=str,
 )

@@ -298,6 +298,7 @@ async def test_the_first_sigterm_lets_requests_end(tmp_path: Path) -> None:
 async def test_a_card_is_named_to_its_runtime(tmp_path: Path) -> None:
     async with opened(tmp_path, task="chat") as runtimes:
         process = await runtimes.spawn("r", "d", GPU)
+        await runtimes.load("r")
         assert f"CUDA_VISIBLE_DEVICES={GPU}\0".encode() in Path(f"/proc/{process.pid}/environ").read_bytes()
 
 

@@ -135,6 +135,7 @@ _WORDS: Final[Mapping[str, Callable[[ErrorDetails], str]]] = {
     "less_than_equal": lambda detail: f"must be at most {_bound(detail, 'le')}",
     "enum": lambda detail: f"must be {_expected(detail)}, not {_shown(detail['input'])}",
     "literal_error": lambda detail: f"must be {_expected(detail)}, not {_shown(detail['input'])}",
+    "string_too_long": lambda detail: f"must have at most {_bound(detail, 'max_length')} characters",
     "instant": lambda detail: detail["msg"],
     "string_pattern_mismatch": lambda detail: (
         "must be an id: a letter or digit, then up to 199 letters, digits and any of ._@#:+/-"

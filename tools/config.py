@@ -17,18 +17,19 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from pydantic import Field, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
 from gpuledger.adapters.runtimes.config import BASE_FOLDER, LlamaCppConfig, RuntimeConfig, Task
-from gpuledger.domain.document_problems import DocumentError, Problem, Step, at, problems_of
+from gpuledger.domain.document_problems import DocumentError, Problem, at, problems_of
 from gpuledger.domain.documents import Json, RepeatedKeys, policy_document, policy_of
 from gpuledger.domain.policy import Policy, Priority
 from gpuledger.domain.state import DOCUMENT, Kind, Residency, ResidencyPolicy
-from gpuledger.domain.units import GIB, KIB, MAX_INTEGER, MIB, Count, Milliseconds, PositiveBytes, Sha256Hex
+from gpuledger.domain.units import GIB, KIB, MAX_INTEGER, MIB, Count, Identifier, Milliseconds, PositiveBytes, Sha256Hex
 
 from .reading import read_document
 
 #: Ids that are declared become parts of longer ones (residents, leases), which have 200 characters.
-ShortId: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@#:+/-]{0,63}$")]
+ShortId: TypeAlias = Annotated[Identifier, Field(max_length=64)]
 Seconds: TypeAlias = Annotated[int, Field(ge=0, le=86_400)]
 Positive: TypeAlias = Annotated[int, Field(ge=1, le=1_000_000)]
 
@@ -226,6 +227,7 @@ def _repeated_keys(value: Json, where: str) -> Iterator[Problem]:
 # ---- shapes -----------------------------------------------------------------------------------------------------
 
 _DOCUMENT: Final = TypeAdapter(ConfigDocument)
+RUNTIME_TYPES: Final = ("llama_cpp", "reference")
 _RUNTIME: Final[TypeAdapter[RuntimeConfig]] = TypeAdapter(RuntimeConfig)
 
 
@@ -256,25 +258,31 @@ def _runtime(value: dict[str, Json], folder: Path, where: str, problems: list[Pr
     try:
         return _RUNTIME.validate_json(json.dumps(value), strict=None, context={BASE_FOLDER: folder})
     except ValidationError as error:
-        for detail in error.errors(include_url=False):
-            # The second step of a place is the type by which one of the shapes was chosen.
-            steps = detail["loc"][1:] if detail["loc"][:1] == (value.get("type"),) else detail["loc"]
-            problems.append(_runtime_problem(where, steps, detail["type"], detail["msg"]))
+        problems.extend(_runtime_problem(where, value, detail) for detail in error.errors(include_url=False))
         return None
 
 
-def _runtime_problem(where: str, steps: tuple[Step, ...], kind: str, message: str) -> Problem:
-    if kind == "value_error":
-        # A rule of ours that joins two keys names the one that is wrong.
-        key, _, text = message.removeprefix("Value error, ").partition(": ")
-        return Problem(at(where, *steps, key), text)
-    words = {
-        "missing": "is required",
-        "extra_forbidden": "unknown key",
-        "union_tag_not_found": "type: is required",
-    }
-    text = words.get(kind) or message.replace("Input should be", "must be").replace("'", '"')
-    return Problem(at(where, *steps), text.replace("greater than or equal to", "at least"))
+def _runtime_problem(where: str, value: dict[str, Json], detail: ErrorDetails) -> Problem:
+    kind, message = detail["type"], detail["msg"]
+    # The first step of a place is the type by which one of the shapes was chosen.
+    steps = detail["loc"][1:] if detail["loc"][:1] == (value.get("type"),) else detail["loc"]
+    match kind:
+        case "value_error":
+            # A rule of ours that joins two keys names the one that is wrong.
+            key, _, text = message.removeprefix("Value error, ").partition(": ")
+            return Problem(at(where, *steps, key), text)
+        case "union_tag_not_found":
+            return Problem(at(where, "type"), "is required")
+        case "union_tag_invalid":
+            known = " or ".join(f'"{tag}"' for tag in RUNTIME_TYPES)
+            return Problem(at(where, "type"), f"must be {known}, not {json.dumps(value.get('type'))}")
+        case "extra_forbidden":
+            return Problem(at(where, *steps), "unknown key")
+        case "missing":
+            return Problem(at(where, *steps), "is required")
+        case _:
+            words = message.replace("Input should be", "must be").replace("greater than or equal to", "at least")
+            return Problem(at(where, *steps), words.replace("less than or equal to", "at most").replace("'", '"'))
 
 
 def _policy(tree: Json, problems: list[Problem]) -> Policy | None:
@@ -331,9 +339,7 @@ def _unknown_capabilities(document: ConfigDocument) -> Iterator[Problem]:
                 yield Problem(at("config", "clients", index, "capabilities", number), f"nothing serves {capability}")
 
 
-def _mixed_tasks(
-    deployments: tuple[DeploymentEntry, ...], runtimes: Mapping[str, RuntimeConfig]
-) -> Iterator[Problem]:
+def _mixed_tasks(deployments: tuple[DeploymentEntry, ...], runtimes: Mapping[str, RuntimeConfig]) -> Iterator[Problem]:
     """What a capability does must not depend on which of its deployments serves it."""
     tasks: dict[str, Task] = {}
     for index, deployment in enumerate(deployments):

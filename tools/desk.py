@@ -49,6 +49,7 @@ from gpuledger.domain.messages import (
 )
 from gpuledger.domain.policy import Priority
 from gpuledger.domain.ports import LedgerCorrupt, LedgerReader, LedgerUnavailable, Runtimes
+from gpuledger.domain.reasons import Reason
 from gpuledger.domain.scheduler import renewal_interval_ms
 from gpuledger.domain.units import MICROS_PER_MS, milliseconds
 from gpuledger.domain.world import World
@@ -157,11 +158,10 @@ class RequestDesk:
 
     def conditions(self) -> tuple[Condition, ...]:
         trouble = self._engine.trouble
-        blind = _unseen(self._engine.world, self._engine.now())
         return (
             Condition("admitting", self.gate.cause is None, self.gate.detail),
             Condition("ledger", trouble is None, trouble or "writable"),
-            Condition("telemetry", not blind, "; ".join(blind) or "fresh"),
+            _sight(self._engine.world, self._engine.now()),
         )
 
     # ---- for metrics ---------------------------------------------------------------------------------------------
@@ -292,7 +292,7 @@ class RequestDesk:
         if held is not None and held.granted is not None:
             lost, held.granted = held.granted.lost, None
             held.outcome = asyncio.get_running_loop().create_future()
-            lost.set_result(Lost(None, None, "preempted", requeued=True))
+            lost.set_result(Lost(Reason.PREEMPTED, None, "before_it_began", requeued=True))
 
     def _failed(self, failed: RequestFailed) -> None:
         if (held := self._over(failed.request_id)) is None:
@@ -357,12 +357,13 @@ def repeated_of(question: Question, events: tuple[Recorded, ...]) -> Repeated | 
     return Repeated(question.request_id, same, "in_progress")
 
 
-def _unseen(world: World, now: int) -> list[str]:
-    """Accelerators that nothing is known of; with none at all, that."""
+def _sight(world: World, now: int) -> Condition:
+    """Telemetry. One accelerator that is seen is enough: what is on the others is refused by name."""
     live = [state for state in world.accelerators.values() if not state.retired]
-    unseen: list[str] = []
-    for state in live:
-        sample = state.sample
-        if sample is None or not is_fresh(world.policy, sample.observed_at, sample.received_at, now):
-            unseen.append(f"{state.accelerator.accelerator_id}: {state.missed or state.invalid or 'no fresh sample'}")
-    return unseen if live else ["no accelerator was found"]
+    unseen = [
+        f"{state.accelerator.accelerator_id}: {state.missed or state.invalid or 'no fresh sample'}"
+        for state in live
+        if state.sample is None or not is_fresh(world.policy, state.sample.observed_at, state.sample.received_at, now)
+    ]
+    detail = "; ".join(unseen) or ("fresh" if live else "no accelerator was found")
+    return Condition("telemetry", len(unseen) < len(live), detail)

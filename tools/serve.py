@@ -35,6 +35,8 @@ from .running import Haste, PartEnded, Running
 
 #: Request heads; bodies have a bound of their own.
 MAX_HEAD_BYTES: Final = 32 * 1024
+#: Connections beyond the requests that may be open: for health, metrics, and those that are told to come later.
+SPARE_CONNECTIONS: Final = 256
 #: After the drain, for the last connections.
 HTTP_GRACE_SECONDS: Final = 5
 
@@ -72,7 +74,7 @@ class Server:
     async def run(self, listener: socket.socket) -> Left:
         """Serve until a signal comes. Raises DocumentError, LedgerUnavailable, LedgerCorrupt, PartEnded."""
         http = http_client(self._config.document.upstream_timeout_seconds)
-        server = _HttpServer(self._application(http))
+        server = _HttpServer(self._application(http), self._config.document.max_open_requests)
         serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -156,13 +158,13 @@ class Server:
         )
         clients = clients_of(self._config)
         gateway = Gateway(running.desk, running.desk, clients, settings, http, self._metrics)
-        return application(gateway, running.desk, self._metrics)
+        return application(gateway, running.desk, self._metrics, open_metrics=not self._config.remote)
 
 
 class _HttpServer(uvicorn.Server):
     """uvicorn in a loop that is ours: signals are not its business."""
 
-    def __init__(self, app: FastAPI) -> None:
+    def __init__(self, app: FastAPI, max_open_requests: int) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -173,6 +175,7 @@ class _HttpServer(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+                limit_concurrency=max_open_requests + SPARE_CONNECTIONS,
                 timeout_graceful_shutdown=HTTP_GRACE_SECONDS,
             )
         )

@@ -10,15 +10,15 @@ from fastapi import FastAPI, Request, Response
 
 from .gateway import Gateway
 from .metrics import Metrics
-from .openai_errors import ApiError
-from .ports import Desk
+from .openai_errors import ApiError, unavailable_error
+from .ports import Cause, Desk
 
 #: What the framework refuses by itself.
 _OF_THE_FRAMEWORK: Final[Mapping[int, str]] = {404: "not_found", 405: "method_not_allowed"}
 
 
-def application(gateway: Gateway, desk: Desk, metrics: Metrics) -> FastAPI:
-    """Everything that is served at one address."""
+def application(gateway: Gateway, desk: Desk, metrics: Metrics, *, open_metrics: bool) -> FastAPI:
+    """Everything that is served at one address. Without `open_metrics` they take the token of a client."""
     app = FastAPI(title="gpuledger", docs_url=None, redoc_url=None, openapi_url=None)
     gateway.mount(app)
 
@@ -36,8 +36,10 @@ def application(gateway: Gateway, desk: Desk, metrics: Metrics) -> FastAPI:
         }
         return Response(orjson.dumps(document), 200 if ready else 503, media_type="application/json")
 
-    async def metrics_page() -> Response:
+    async def metrics_page(request: Request) -> Response:
         """Prometheus' text format."""
+        if not open_metrics:
+            gateway.client_of(request)
         return Response(metrics.render(), media_type=metrics.CONTENT_TYPE)
 
     for path, endpoint in (("/healthz", healthz), ("/readyz", readyz), ("/metrics", metrics_page)):
@@ -45,6 +47,7 @@ def application(gateway: Gateway, desk: Desk, metrics: Metrics) -> FastAPI:
     app.add_exception_handler(ApiError, _api_error)
     for status in _OF_THE_FRAMEWORK:
         app.add_exception_handler(status, _http_error)
+    app.add_exception_handler(Exception, _defect)
     return app
 
 
@@ -57,3 +60,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """What the framework refuses by itself: unknown paths and methods."""
     status = int(getattr(error, "status_code", 404))
     return ApiError(status, _OF_THE_FRAMEWORK[status], f"no {request.method} {request.url.path} here").response()
+
+
+async def _defect(_: Request, __: Exception) -> Response:
+    """A defect of ours. The log has the traceback; the client is told no more than that."""
+    return unavailable_error(None, Cause.INTERNAL_ERROR).response()

@@ -152,7 +152,8 @@ def _check_messages(document: Document) -> None:
 
 
 def _check_stream(document: Document) -> None:
-    if document.get("stream") not in (None, True, False):
+    stream = document.get("stream")
+    if stream is not None and not isinstance(stream, bool):
         raise bad_request("stream must be true or false", "stream")
     options = document.get("stream_options")
     if options is not None and not isinstance(options, dict):

@@ -89,13 +89,13 @@ class Gateway:
 
     async def models(self, request: Request) -> Response:
         """The capabilities that this client may ask for, as models."""
-        client = self._client(request)
+        client = self.client_of(request)
         allowed = [name for name in sorted(self._settings.capabilities) if client.may_ask_for(name)]
         return _json({"object": "list", "data": [self._model(name) for name in allowed]})
 
     async def model(self, name: str, request: Request) -> Response:
         """One of them."""
-        self._check_allowed(self._client(request), name)
+        self._check_allowed(self.client_of(request), name)
         return _json(self._model(name))
 
     def _model(self, name: str) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class Gateway:
         return endpoint
 
     async def _work(self, request: Request, operation: Operation) -> Response:
-        client = self._client(request)
+        client = self.client_of(request)
         capability: str | None = None
         try:
             body = await read_body(request, self._settings.max_body_bytes)
@@ -167,7 +167,8 @@ class Gateway:
 
     # ---- who may what --------------------------------------------------------------------------------------------
 
-    def _client(self, request: Request) -> Client:
+    def client_of(self, request: Request) -> Client:
+        """Who asks. Raises ApiError."""
         client = self._clients.by_authorization(request.headers.get("authorization"))
         if client is None:
             error = ApiError(

@@ -7,8 +7,10 @@ In each the upstream request is ended first, so that no runtime works for nobody
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Final, Protocol, TypeAlias
@@ -24,6 +26,8 @@ from .answers import EventStream, Usage, complaint, named
 from .openai_errors import ApiError, failure_error, lost_error, refusal_error, unavailable_error
 from .ports import Desk, Ending, Granted, Operation, Outcome, Refused, Repeated, Unavailable
 
+_logger = logging.getLogger(__name__)
+
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
@@ -31,6 +35,8 @@ Send: TypeAlias = Callable[[Message], Awaitable[None]]
 #: What a runtime may answer at once. A batch of 2,048 embeddings of 4,096 floats is about 180 MB of text.
 MAX_ANSWER_BYTES: Final = 512 * 1024 * 1024
 CONNECT_TIMEOUT_SECONDS: Final = 5.0
+#: A client that takes nothing for so long is taken for gone: the lease is not its alone to hold.
+CLIENT_STALL_SECONDS: Final = 60.0
 #: The client has gone: nobody sees it; it stands in the ledger (nginx's convention).
 CLIENT_CLOSED: Final = 499
 #: Answers that are about the gateway's own request: its key, its path, its framing.
@@ -138,6 +144,8 @@ class Served(Response):
                 self._tally.ended(self._work, granted, ending)
         if requeued and not attempt.started:
             return await self._wait_again(granted, send)
+        if stop is Stop.COMPLETE:
+            await attempt.deliver()
         error = attempt.error(stop)
         if error is not None:
             await attempt.break_off(error)
@@ -166,17 +174,26 @@ class Stop(Enum):
     FAILED = auto()
 
 
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """An answer that is complete before any of it is sent."""
+
+    status: int
+    kind: str
+    body: bytes
+
+
 @dataclass(slots=True)
 class _Progress:
     """How far an answer is."""
 
     started: bool = False
-    is_stream: bool = False
     status: int = 503
     sent_bytes: int = 0
     usage: Usage = field(default_factory=Usage)
     failure: Failure | None = None
     detail: str = ""
+    whole: _Whole | None = None
 
 
 class Attempt:
@@ -241,14 +258,20 @@ class Attempt:
             case Stop.FAILED:
                 return failure_error(request_id, self._progress.failure, self._progress.detail, capability)
 
+    async def deliver(self) -> None:
+        """Send an answer that was taken whole: however slow its client is, it holds no lease meanwhile."""
+        if (whole := self._progress.whole) is not None:
+            with suppress(_ClientWentAway):
+                await self._start(whole.status, whole.kind, len(whole.body))
+                await self._put({"type": "http.response.body", "body": whole.body, "more_body": False})
+
     async def break_off(self, error: ApiError) -> None:
-        """Say that it ends here: as an answer, as an event of a stream, or by cutting off what cannot be completed."""
-        if not self.started:
-            await answer_error(error, self._send)
-        elif self._progress.is_stream:
-            await self._body(b"data: " + orjson.dumps(error.document()) + b"\n\n", more=False)
+        """Say that it ends here: as an answer, or as the last event of a stream that has begun."""
+        if self.started:
+            with suppress(_ClientWentAway):
+                await self._body(b"data: " + orjson.dumps(error.document()) + b"\n\n", more=False)
         else:
-            raise BrokenAnswer
+            await answer_error(error, self._send)
 
     # ---- upstream ------------------------------------------------------------------------------------------------
 
@@ -268,18 +291,21 @@ class Attempt:
             if self._work.stream and kind.startswith("text/event-stream"):
                 await self._relay_events(answer, kind)
             else:
-                await self._relay_whole(answer, kind)
+                await self._take_whole(answer, kind)
 
     async def _relay_events(self, answer: httpx.Response, kind: str) -> None:
+        """The client's answer begins with the first event: until then it can still be refused, or served elsewhere."""
         events = EventStream(self._work.capability, self._progress.usage)
-        self._progress.is_stream = True
-        await self._start(answer.status_code, kind, None)
         async for chunk in answer.aiter_raw():
             if ready := events.feed(chunk):
+                if not self.started:
+                    await self._start(answer.status_code, kind, None)
                 await self._body(ready, more=True)
+        if not self.started:
+            await self._start(answer.status_code, kind, None)
         await self._body(events.finish(), more=False)
 
-    async def _relay_whole(self, answer: httpx.Response, kind: str) -> None:
+    async def _take_whole(self, answer: httpx.Response, kind: str) -> None:
         chunks: list[bytes] = []
         length = 0
         async for chunk in answer.aiter_raw():
@@ -295,8 +321,8 @@ class Attempt:
             kind, body = "application/json", orjson.dumps(error.document())
         else:
             body = named(body, self._work.capability, self._progress.usage)
-        await self._start(answer.status_code, kind, len(body))
-        await self._body(body, more=False)
+        self._progress.status, self._progress.sent_bytes = answer.status_code, len(body)
+        self._progress.whole = _Whole(answer.status_code, kind, body)
 
     # ---- downstream ----------------------------------------------------------------------------------------------
 
@@ -327,8 +353,9 @@ class Attempt:
 
     async def _put(self, message: Message) -> None:
         try:
-            await self._send(message)
-        except OSError as error:
+            async with asyncio.timeout(CLIENT_STALL_SECONDS):
+                await self._send(message)
+        except (OSError, TimeoutError) as error:
             raise _ClientWentAway from error
 
 
@@ -344,12 +371,8 @@ class UpstreamError(Exception):
         self.status = status
 
 
-class BrokenAnswer(Exception):
-    """The answer cannot be completed: the connection is closed, so that nobody takes it for whole."""
-
-
 def _classified(error: BaseException) -> tuple[Failure, str]:
-    """Class and detail. What is none of them is a defect of ours, and raised."""
+    """Class and detail, for the ledger."""
     match error:
         case UpstreamError():
             return Failure.INVALID_OUTPUT, f"http_status_{error.status}"
@@ -358,7 +381,8 @@ def _classified(error: BaseException) -> tuple[Failure, str]:
         case httpx.TransportError():
             return Failure.RUNTIME_CRASH, "connection_lost"
         case _:
-            raise error
+            _logger.error("a request could not be relayed", exc_info=error)
+            return Failure.CAPABILITY_UNAVAILABLE, "internal_error"
 
 
 async def answer_error(error: ApiError, send: Send) -> None:

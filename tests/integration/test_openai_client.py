@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Generator
 from pathlib import Path
 
-import httpx
 import openai
 import pytest
-from openai import OpenAI
+from openai import DefaultHttpxClient, OpenAI
+from openai.types.chat import ChatCompletionMessageParam
 
 from tests.integration.serving import (
     OTHER_TOKEN,
@@ -43,7 +43,7 @@ def api(server: Serving) -> Generator[OpenAI]:
 
 
 def connected(server: Serving, token: str) -> OpenAI:
-    http = httpx.Client(trust_env=False)
+    http = DefaultHttpxClient(trust_env=False)
     return OpenAI(
         base_url=f"{server.base_url}/v1", api_key=token, max_retries=0, timeout=PATIENCE_SECONDS, http_client=http
     )
@@ -96,14 +96,10 @@ class TestChat:
         assert answer.usage.completion_tokens == 4
 
     def test_streamed_is_the_same_text(self, api: OpenAI) -> None:
-        messages = [{"role": "user", "content": "hello"}]
-        whole = api.chat.completions.create(model="chat@1", messages=messages, max_tokens=4)  # type: ignore[arg-type]
+        messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hello"}]
+        whole = api.chat.completions.create(model="chat@1", messages=messages, max_tokens=4)
         stream = api.chat.completions.create(
-            model="chat@1",
-            messages=messages,  # type: ignore[arg-type]
-            max_tokens=4,
-            stream=True,
-            stream_options={"include_usage": True},
+            model="chat@1", messages=messages, max_tokens=4, stream=True, stream_options={"include_usage": True}
         )
         chunks = list(stream)
         text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)

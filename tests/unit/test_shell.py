@@ -26,11 +26,11 @@ from gpuledger.domain.failures import Failure
 from gpuledger.domain.ports import Batch, RuntimeFault
 from gpuledger.domain.reasons import Reason
 from gpuledger.domain.scheduler import Scheduler
-from gpuledger.domain.state import Health
+from gpuledger.domain.state import Health, ResidentState
 from gpuledger.domain.units import GIB
 from gpuledger.tools import shell as engine_module
 from gpuledger.tools.snapshots import load_world, read_snapshot
-from tests.unit.shells import Machine, Shell, WatchedLedger, envelope, shell
+from tests.unit.shells import Machine, Shell, WatchedLedger, embedding, envelope, shell
 
 pytestmark = pytest.mark.anyio
 
@@ -401,3 +401,17 @@ class TestSamples:
                 await asyncio.sleep(0.005)
             instants = [sampled.received_at for sampled in served.of(TelemetrySampled)]
             assert min(b - a for a, b in pairwise(instants)) > 25_000
+
+
+class TestAlwaysWarm:
+    async def test_it_is_loaded_at_the_start_and_at_every_later_one(self) -> None:
+        ledger = WatchedLedger()
+        for _ in range(2):
+            async with shell(embedding(residency={"policy": "always_warm"}), ledger=ledger) as served:
+                await served.until(lambda: is_ready(served))
+                assert (await serve_one(served)).start == "warm"
+                assert await served.stop()
+
+
+def is_ready(served: Shell) -> bool:
+    return [record.resident.state for _, record in served.running.world.residents()] == [ResidentState.READY]

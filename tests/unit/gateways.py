@@ -1,0 +1,198 @@
+"""A gateway in front of a made-up desk and a made-up runtime, driven as ASGI."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, MutableMapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any
+
+import httpx
+
+from gpuledger.adapters.http.app import application
+from gpuledger.adapters.http.auth import Client, Clients
+from gpuledger.adapters.http.gateway import Gateway, Settings
+from gpuledger.adapters.http.metrics import Metrics
+from gpuledger.adapters.http.ports import (
+    Condition,
+    Ending,
+    Granted,
+    Lost,
+    Outcome,
+    PlanFacts,
+    Question,
+    ServerFacts,
+)
+from gpuledger.domain.policy import Priority
+from gpuledger.domain.ports import Endpoint
+from gpuledger.domain.world import World
+
+TOKEN = "token-of-the-app"
+NOW = 1_796_000_000_000_000
+
+
+class FakeDesk:
+    """Answers what it is told to, and remembers what it was asked. It is its own Insight."""
+
+    def __init__(self) -> None:
+        self.outcomes: list[Outcome | Callable[[Question], Awaitable[Outcome]]] = []
+        self.asked: list[Question] = []
+        self.ended: list[Ending] = []
+        self.resumed: list[str] = []
+        self.world = World()
+        self._granted: Granted | None = None
+
+    async def submit(self, question: Question) -> Outcome:
+        self.asked.append(question)
+        return await self._next(question)
+
+    async def resume(self, request_id: str) -> Outcome:
+        self.resumed.append(request_id)
+        return await self._next(self.asked[-1])
+
+    async def _next(self, question: Question) -> Outcome:
+        outcome = self.outcomes.pop(0) if self.outcomes else granted()
+        if isinstance(outcome, Granted):
+            self._granted = outcome
+        return await outcome(question) if callable(outcome) else outcome
+
+    def lose(self, lost: Lost) -> None:
+        """The lease that was granted last is lost."""
+        assert self._granted is not None
+        self._granted.lost.set_result(lost)
+
+    def end(self, request_id: str, ending: Ending) -> None:
+        self.ended.append(ending)
+
+    def conditions(self) -> tuple[Condition, ...]:
+        return (Condition("ledger", True, "writable"),)
+
+    def facts(self) -> ServerFacts:
+        return ServerFacts(NOW, 0, True)
+
+
+def granted(number: int = 1) -> Granted:
+    plan = PlanFacts("ab" * 32, {"verdict": "ADMIT"})
+    lost: asyncio.Future[Lost] = asyncio.get_running_loop().create_future()
+    return Granted("req-1", f"lease-{number}", Endpoint("http://runtime", "key"), "warm", 3, plan, lost)
+
+
+class Upstream(httpx.AsyncByteStream):
+    """The body of a runtime's answer, piece by piece; closed when nobody wants more of it."""
+
+    def __init__(self, pieces: AsyncIterator[bytes]) -> None:
+        self._pieces = pieces
+        self.closed = False
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for piece in self._pieces:
+            yield piece
+
+    async def aclose(self) -> None:
+        self.closed = True
+
+
+@dataclass
+class Door:
+    """A gateway, with a client to ask it."""
+
+    desk: FakeDesk
+    http: httpx.AsyncClient
+    app: Any
+    sent: list[httpx.Request] = field(default_factory=list[httpx.Request])
+
+
+Runtime = Callable[[httpx.Request], Awaitable[httpx.Response]]
+
+
+def answer_of(status: int, document: object) -> httpx.Response:
+    """A whole answer of a runtime."""
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield json.dumps(document).encode()
+
+    return httpx.Response(status, headers={"content-type": "application/json"}, stream=Upstream(pieces()))
+
+
+async def echo(request: httpx.Request) -> httpx.Response:
+    """A runtime that answers at once."""
+    return answer_of(200, {"object": "list", "model": "a-file-name.gguf", "usage": {"prompt_tokens": 7}})
+
+
+@asynccontextmanager
+async def door(runtime: Runtime = echo, *, open_metrics: bool = True) -> AsyncGenerator[Door]:
+    desk = FakeDesk()
+    sent: list[httpx.Request] = []
+
+    async def handle(request: httpx.Request) -> httpx.Response:
+        sent.append(request)
+        return await runtime(request)
+
+    clients = Clients([Client("app", sha256(TOKEN.encode()).hexdigest(), Priority.INTERACTIVE, False, None)])
+    settings = Settings(
+        {"emb@1": frozenset({"embeddings"}), "chat@1": frozenset({"chat", "completion"})}, 100_000, b"k" * 32
+    )
+    metrics = Metrics(desk)
+    async with httpx.AsyncClient(transport=httpx.MockTransport(handle)) as upstream:
+        gateway = Gateway(desk, desk, clients, settings, upstream, metrics)
+        app = application(gateway, desk, metrics, open_metrics=open_metrics)
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        async with httpx.AsyncClient(transport=transport, base_url="http://door", headers=headers) as http:
+            yield Door(desk, http, app, sent)
+
+
+Message = MutableMapping[str, Any]
+
+
+class Visitor:
+    """One client on a raw ASGI connection: it can read slowly, and go away."""
+
+    def __init__(self, body: bytes, path: str = "/v1/chat/completions") -> None:
+        self.messages: list[Message] = []
+        self.gone = asyncio.Event()
+        self.reads = asyncio.Event()
+        self.reads.set()
+        self._body: list[bytes] = [body]
+        self._scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": "POST",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "scheme": "http",
+            "server": ("door", 80),
+            "client": ("127.0.0.1", 1),
+            "headers": [(b"authorization", f"Bearer {TOKEN}".encode()), (b"content-type", b"application/json")],
+        }
+
+    async def visit(self, app: Any) -> None:
+        await app(self._scope, self._receive, self._send)
+
+    async def _receive(self) -> Message:
+        if self._body:
+            return {"type": "http.request", "body": self._body.pop(), "more_body": False}
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        await self.reads.wait()
+        self.messages.append(message)
+
+    @property
+    def status(self) -> int | None:
+        return self.messages[0]["status"] if self.messages else None
+
+    @property
+    def text(self) -> str:
+        return b"".join(message.get("body", b"") for message in self.messages).decode()
+
+    @property
+    def complete(self) -> bool:
+        return bool(self.messages) and self.messages[-1].get("more_body") is False

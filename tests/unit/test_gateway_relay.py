@@ -1,0 +1,278 @@
+"""From a grant to its end: what the client gets, what the runtime is spared, what the desk is told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+
+from gpuledger.adapters.http import relay
+from gpuledger.adapters.http.answers import EventStream, Usage, named
+from gpuledger.adapters.http.ports import Lost
+from gpuledger.domain.failures import Failure
+from gpuledger.domain.reasons import Reason
+from tests.unit.gateways import Door, Upstream, Visitor, answer_of, door
+
+pytestmark = pytest.mark.anyio
+
+EMBED = {"model": "emb@1", "input": "text"}
+CHAT = {"model": "chat@1", "stream": True, "messages": [{"role": "user", "content": "hello"}]}
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+async def until(holds: Callable[[], object]) -> None:
+    async with asyncio.timeout(30):
+        while not holds():
+            await asyncio.sleep(0.001)
+
+
+def event(text: str, **more: object) -> bytes:
+    return b"data: " + json.dumps({"model": "file.gguf", "text": text, **more}).encode() + b"\n\n"
+
+
+class Talk:
+    """A runtime that streams what it is given, when it is given it."""
+
+    def __init__(self) -> None:
+        self.pieces: asyncio.Queue[bytes | Exception | None] = asyncio.Queue()
+        self.body = Upstream(self._iterate())
+
+    async def answer(self, request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, headers={"content-type": "text/event-stream"}, stream=self.body)
+
+    async def _iterate(self) -> AsyncIterator[bytes]:
+        while (piece := await self.pieces.get()) is not None:
+            if isinstance(piece, Exception):
+                raise piece
+            yield piece
+
+
+Runtime = Talk | Callable[[httpx.Request], Awaitable[httpx.Response]]
+
+
+@asynccontextmanager
+async def visiting(runtime: Runtime) -> AsyncGenerator[tuple[Door, Visitor, asyncio.Task[None]]]:
+    """A client that listens to a stream."""
+    async with door(runtime.answer if isinstance(runtime, Talk) else runtime) as gate:
+        visitor = Visitor(json.dumps(CHAT).encode())
+        visit = asyncio.create_task(visitor.visit(gate.app))
+        try:
+            yield gate, visitor, visit
+        finally:
+            visit.cancel()
+            await asyncio.gather(visit, return_exceptions=True)
+
+
+class TestWhole:
+    async def test_it_is_named_by_its_capability_and_carries_the_facts(self) -> None:
+        async with door() as gate:
+            answer = await gate.http.post("/v1/embeddings", json=EMBED)
+        assert answer.status_code == 200
+        assert answer.json()["model"] == "emb@1"
+        assert answer.headers["x-request-id"] == "req-1"
+        assert answer.headers["x-gpuledger-lease"] == "lease-1"
+        assert answer.headers["x-gpuledger-plan"] == "ab" * 32
+        (ending,) = gate.desk.ended
+        assert (ending.status, ending.prompt_tokens, ending.response_bytes) == (200, 7, len(answer.content))
+
+    async def test_the_runtime_gets_its_own_key_and_not_the_clients(self) -> None:
+        async with door() as gate:
+            await gate.http.post("/v1/embeddings", json=EMBED)
+        (sent,) = gate.sent
+        assert sent.headers["authorization"] == "Bearer key"
+        assert json.loads(sent.content) == EMBED
+
+    async def test_a_complaint_of_the_runtime_keeps_its_status_and_words(self) -> None:
+        async def complain(_: httpx.Request) -> httpx.Response:
+            return answer_of(400, {"error": {"code": 400, "message": "too many tokens", "type": "x"}})
+
+        async with door(complain) as gate:
+            answer = await gate.http.post("/v1/embeddings", json=EMBED)
+        assert (answer.status_code, answer.json()["error"]["message"]) == (400, "too many tokens")
+        (ending,) = gate.desk.ended
+        assert (ending.status, ending.failure) == (400, None)
+
+    @pytest.mark.parametrize("status", [401, 404, 500, 503])
+    async def test_what_is_between_us_and_the_runtime_is_its_failure(self, status: int) -> None:
+        async def fail(_: httpx.Request) -> httpx.Response:
+            return httpx.Response(status, json={"error": {"message": "secret of the runtime"}})
+
+        async with door(fail) as gate:
+            answer = await gate.http.post("/v1/embeddings", json=EMBED)
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "INVALID_OUTPUT"
+        assert "secret" not in answer.text
+        (ending,) = gate.desk.ended
+        assert (ending.failure, ending.detail) == (Failure.INVALID_OUTPUT, f"http_status_{status}")
+
+    @pytest.mark.parametrize(
+        ("error", "failure", "status"),
+        [
+            (httpx.ConnectError("refused"), Failure.RUNTIME_CRASH, 503),
+            (httpx.RemoteProtocolError("closed"), Failure.RUNTIME_CRASH, 503),
+            (httpx.ReadTimeout("silence"), Failure.TIMEOUT, 504),
+            (ZeroDivisionError("a defect of ours"), Failure.CAPABILITY_UNAVAILABLE, 503),
+        ],
+    )
+    async def test_no_answer(self, error: Exception, failure: Failure, status: int) -> None:
+        async def fail(_: httpx.Request) -> httpx.Response:
+            raise error
+
+        async with door(fail) as gate:
+            answer = await gate.http.post("/v1/embeddings", json=EMBED)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (status, failure.value)
+        assert gate.desk.ended[0].failure is failure
+
+    async def test_a_slow_client_holds_no_lease(self) -> None:
+        async with door() as gate:
+            visitor = Visitor(json.dumps(EMBED).encode(), "/v1/embeddings")
+            visitor.reads.clear()
+            visit = asyncio.create_task(visitor.visit(gate.app))
+            await until(lambda: gate.desk.ended)
+            assert visitor.messages == []
+            visitor.reads.set()
+            await visit
+            assert visitor.complete
+
+
+class TestStream:
+    async def test_each_event_passes_when_it_comes(self) -> None:
+        talk = Talk()
+        async with visiting(talk) as (gate, visitor, visit):
+            for number in range(3):
+                talk.pieces.put_nowait(event(str(number)))
+                await until(lambda: visitor.text.count("data: ") == number + 1)  # noqa: B023 - awaited here
+            talk.pieces.put_nowait(b"data: " + json.dumps({"usage": {"completion_tokens": 3}}).encode() + b"\n\n")
+            talk.pieces.put_nowait(b"data: [DONE]\n\n")
+            talk.pieces.put_nowait(None)
+            await visit
+            assert visitor.text.count('"chat@1"') == 3
+            assert visitor.text.endswith("data: [DONE]\n\n")
+            (ending,) = gate.desk.ended
+            assert (ending.completion_tokens, ending.response_bytes) == (3, len(visitor.text))
+
+    async def test_a_client_that_goes_ends_the_upstream_request(self) -> None:
+        talk = Talk()
+        async with visiting(talk) as (gate, visitor, visit):
+            talk.pieces.put_nowait(event("one"))
+            await until(lambda: "one" in visitor.text)
+            visitor.gone.set()
+            await visit
+            assert talk.body.closed
+            (ending,) = gate.desk.ended
+            assert (ending.client_gone, ending.status) == (True, relay.CLIENT_CLOSED)
+
+    async def test_a_client_that_takes_nothing_is_taken_for_gone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(relay, "CLIENT_STALL_SECONDS", 0.05)
+        talk = Talk()
+        async with visiting(talk) as (gate, visitor, visit):
+            talk.pieces.put_nowait(event("one"))
+            await until(lambda: "one" in visitor.text)
+            visitor.reads.clear()
+            talk.pieces.put_nowait(event("two"))
+            await visit
+            assert talk.body.closed
+            assert gate.desk.ended[0].client_gone
+
+    async def test_what_a_slow_client_has_not_taken_is_not_asked_for(self) -> None:
+        talk = Talk()
+        async with visiting(talk) as (_, visitor, visit):
+            visitor.reads.clear()
+            for number in range(50):
+                talk.pieces.put_nowait(event(str(number)))
+            talk.pieces.put_nowait(None)
+            await asyncio.sleep(0.05)
+            assert talk.pieces.qsize() >= 49
+            visitor.reads.set()
+            await visit
+            assert visitor.text.count("data: ") == 50
+
+    async def test_a_runtime_that_dies_ends_it_with_an_event(self) -> None:
+        talk = Talk()
+        async with visiting(talk) as (gate, visitor, visit):
+            talk.pieces.put_nowait(event("one"))
+            talk.pieces.put_nowait(httpx.ReadError("gone"))
+            await visit
+            assert visitor.complete
+            last = json.loads(visitor.text.strip().rpartition("data: ")[2])
+            assert last["error"]["code"] == "RUNTIME_CRASH"
+            assert gate.desk.ended[0].failure is Failure.RUNTIME_CRASH
+
+    async def test_a_lease_that_is_lost_ends_it_with_an_event(self) -> None:
+        talk = Talk()
+        async with visiting(talk) as (gate, visitor, visit):
+            talk.pieces.put_nowait(event("one"))
+            await until(lambda: "one" in visitor.text)
+            gate.desk.lose(Lost(None, Failure.LEASE_TIMEOUT, "lease_not_renewed", requeued=False))
+            await visit
+            assert talk.body.closed
+            assert "LEASE_TIMEOUT" in visitor.text
+
+    async def test_one_that_was_preempted_before_anything_was_sent_goes_again(self) -> None:
+        talk = Talk()
+        again = Talk()
+        talks = iter((talk, again))
+
+        async def runtime(request: httpx.Request) -> httpx.Response:
+            return await next(talks).answer(request)
+
+        async with visiting(runtime) as (gate, visitor, visit):
+            await until(lambda: len(gate.sent) == 1)
+            gate.desk.lose(Lost(Reason.PREEMPTED, None, "before_it_began", requeued=True))
+            await until(lambda: len(gate.sent) == 2)
+            again.pieces.put_nowait(event("one"))
+            again.pieces.put_nowait(None)
+            await visit
+            assert gate.desk.resumed == ["req-1"]
+            assert visitor.text.count("one") == 1
+            assert talk.body.closed
+            assert len(gate.desk.ended) == 1
+
+    async def test_one_that_was_preempted_later_is_not_begun_again(self) -> None:
+        talk = Talk()
+        async with visiting(talk) as (gate, visitor, visit):
+            talk.pieces.put_nowait(event("one"))
+            await until(lambda: "one" in visitor.text)
+            gate.desk.lose(Lost(Reason.PREEMPTED, None, "before_it_began", requeued=True))
+            await visit
+            assert "PREEMPTED" in visitor.text
+            assert gate.desk.resumed == []
+            assert gate.desk.ended[0].client_gone
+
+
+class TestEventStream:
+    def test_it_is_the_same_however_it_is_cut(self) -> None:
+        whole = event("a") + b": a comment\n\n" + event("b", usage={"prompt_tokens": 1}) + b"data: [DONE]\n\n"
+        expected = fed(whole, len(whole))
+        assert b"file.gguf" not in expected
+        for size in range(1, 60):
+            assert fed(whole, size) == expected
+
+    def test_what_is_no_event_passes_as_it_is(self) -> None:
+        odd = b"data: not json\r\ndata:{}\r\nid: 1\r\n\r\nevent: x\n\nrest without an end"
+        assert fed(odd, 7) == odd
+
+    def test_a_line_without_end_is_not_kept(self) -> None:
+        stream = EventStream("chat@1", Usage())
+        endless = b"data: " + b"x" * (2 * 2**20)
+        assert stream.feed(endless) == endless
+
+    def test_strange_usage_is_no_usage(self) -> None:
+        usage = Usage()
+        for odd in ('{"usage": null}', '{"usage": {"prompt_tokens": -1}}', '{"usage": {"prompt_tokens": "7"}}', "[1]"):
+            named(odd.encode(), "chat@1", usage)
+        assert usage == Usage()
+
+
+def fed(whole: bytes, size: int) -> bytes:
+    stream = EventStream("chat@1", Usage())
+    pieces = [stream.feed(whole[start : start + size]) for start in range(0, len(whole), size)]
+    return b"".join([*pieces, stream.finish()])

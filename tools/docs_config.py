@@ -223,7 +223,7 @@ _RULES: Final = """\
 ## Rules between keys
 
 - Ids of clients and of deployments, and hashes of tokens, are there once. A capability that a client may ask for is
-  served by some deployment.
+  served by some deployment. All deployments of a capability have the same `task`.
 - `parallel` is `concurrency`. For `llama_cpp`, `ubatch_size` is at most `batch_size`, and for embeddings at least
   `context_length`: an embedding is computed in one piece. `dimensions` and `pooling` are for embeddings only.
 - `gpu_layers` is 0 exactly where `kind` is `host`.

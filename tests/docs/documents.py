@@ -32,7 +32,7 @@ DOCUMENTED_FOLDER: Final = "/srv/gpuledger"
 DOCUMENTED_ADDRESS: Final = "127.0.0.1:8910"
 
 ANY_LINES: Final = "..."
-COMMAND_SECONDS: Final = 180.0
+COMMAND_SECONDS: Final = 120.0
 FLOAT_TOLERANCE: Final = 0.02
 
 _FENCE: Final = re.compile(r"^```([a-z]*)$")
@@ -167,11 +167,19 @@ def difference(documented: Sequence[str], real: Sequence[str], bindings: Binding
         places = range(max(at, first), last + 1)
         place = next((one for one in places if _run_fits(run, found[one : one + len(run)], bindings)), None)
         if place is None:
-            return f"documented: {run[0]}\n     found: {found[at] if at < len(found) else '(nothing)'}"
+            return _told(run, found[at:], bindings)
         at, after_any = place + len(run), False
     if at < len(found) and not after_any:
         return f"documented: (nothing)\n     found: {found[at]}"
     return None
+
+
+def _told(documented: Sequence[str], real: Sequence[str], bindings: Bindings) -> str:
+    """The first line that differs when the two begin together."""
+    for one, other in itertools.zip_longest(documented, real, fillvalue="(nothing)"):
+        if not _line_fits(one, other, bindings.copy()):
+            return f"documented: {one}\n     found: {other}"
+    return f"documented: {documented[0]}\n     found: not in its place"
 
 
 def _runs(documented: Sequence[str]) -> Iterator[list[str]]:

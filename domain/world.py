@@ -298,12 +298,12 @@ def _sampled(world: World, data: TelemetrySampled) -> World:
         known = changed.get(sampled.accelerator_id)
         if known is not None:
             changed[sampled.accelerator_id] = accelerators.observe(known, sampled, data.observed_at, data.received_at)
-    world = replace(world, accelerators=changed)
-    node = world.nodes.get(data.node_id)
-    if node is None:
-        return world
-    node = replace(node, memory_bytes=data.memory_bytes, external_bytes=data.external_bytes)
-    return replace(world, nodes={**world.nodes, data.node_id: node})
+    nodes = dict(world.nodes)
+    if data.node_id in nodes:
+        nodes[data.node_id] = replace(
+            nodes[data.node_id], memory_bytes=data.memory_bytes, external_bytes=data.external_bytes
+        )
+    return replace(world, accelerators=changed, nodes=nodes)
 
 
 def _missed(world: World, data: TelemetryMissed) -> World:

@@ -29,6 +29,7 @@ from ..events import (
     ResidentProcessStarted,
     ResidentReady,
     SampledAccelerator,
+    SampledResident,
 )
 from ..policy import Priority
 from ..ports import ProcessIdentity
@@ -206,19 +207,8 @@ def observe(
     residents = dict(state.residents)
     for seen in sampled.residents:
         record = residents.get(seen.resident_id)
-        if record is None:
-            continue
-        resident = replace(
-            record.resident,
-            attributed_bytes=seen.attributed_bytes,
-            attribution=seen.attribution,
-            running_requests=seen.running_requests,
-        )
-        eviction = record.eviction
-        if eviction is not None:
-            gone = not seen.alive and seen.attributed_bytes == 0
-            eviction = replace(eviction, gone_samples=eviction.gone_samples + 1 if gone else 0)
-        residents[seen.resident_id] = replace(record, resident=resident, alive=seen.alive, eviction=eviction)
+        if record is not None:
+            residents[seen.resident_id] = _seen(record, seen)
     return replace(
         state,
         residents=residents,
@@ -241,6 +231,24 @@ def observe(
 def miss(state: AcceleratorState, code: str) -> AcceleratorState:
     """After a reading that failed nothing is known: no old value stands in (semantics.md 1)."""
     return replace(state, sample=None, missed=code)
+
+
+def _seen(record: ResidentRecord, seen: SampledResident) -> ResidentRecord:
+    """A resident as a sample shows it. Most show it as the one before did, and samples are most of a ledger."""
+    known, eviction = record.resident, record.eviction
+    as_known = (known.attributed_bytes, known.attribution, known.running_requests, record.alive)
+    if eviction is None and as_known == (seen.attributed_bytes, seen.attribution, seen.running_requests, seen.alive):
+        return record
+    resident = replace(
+        known,
+        attributed_bytes=seen.attributed_bytes,
+        attribution=seen.attribution,
+        running_requests=seen.running_requests,
+    )
+    if eviction is not None:
+        gone = not seen.alive and seen.attributed_bytes == 0
+        eviction = replace(eviction, gone_samples=eviction.gone_samples + 1 if gone else 0)
+    return replace(record, resident=resident, alive=seen.alive, eviction=eviction)
 
 
 # ---- one function per event -------------------------------------------------------------------------------------

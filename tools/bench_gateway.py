@@ -7,6 +7,7 @@ measured is what stands in front of it. The client is the least that can be one;
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import secrets
 import statistics
@@ -16,7 +17,6 @@ import time
 from collections.abc import AsyncGenerator, Coroutine, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,6 +24,7 @@ from typing import Any, Final, TypeVar
 
 import orjson
 
+from gpuledger.adapters.procfs import read_process_file
 from gpuledger.adapters.runtimes.config import ReferenceConfig
 from gpuledger.adapters.runtimes.manager import RuntimeManager
 from gpuledger.adapters.runtimes.process import LOOPBACK, PortReservation
@@ -89,14 +90,19 @@ class _Tally:
 
     ours: list[float] = field(default_factory=list[float])
     floor: list[float] = field(default_factory=list[float])
+    cpu_seconds: float = 0.0
+    floor_cpu_seconds: float = 0.0
     commits: int = 0
     events: int = 0
 
     def details(self) -> Mapping[str, float]:
+        """`cpu_ms` is what one request takes of the scheduler's processor, its runtime's left out."""
         requests = len(self.ours)
         return {
             **_percentiles("", self.ours),
             **_percentiles("floor_", self.floor),
+            "cpu_ms": round(1000 * self.cpu_seconds / requests, 3),
+            "floor_cpu_ms": round(1000 * self.floor_cpu_seconds / len(self.floor), 3),
             "commits_per_request": round(self.commits / requests, 3),
             "events_per_request": round(self.events / requests, 3),
         }
@@ -116,24 +122,41 @@ class _Sides:
 
     ours: Sequence[_Lane]
     floor: Sequence[_Lane]
+    pid: int
+    floor_pid: int
 
     async def round(self, number: int, lanes: int, requests: int, tally: _Tally) -> Round:
         """So many requests on each of so many connections, to both."""
         if number == 0:
             tally = _Tally()  # loads the model: not counted
-        floor = partial(_drive, self.floor[:lanes], FLOOR_TIMES * requests, tally.floor)
-        floor_seconds = await floor() if number % 2 else 0.0
-        before = await self._written()
+        floor_seconds = await self._floor(lanes, requests, tally) if number % 2 else 0.0
+        before, cpu_before = await self._written(), cpu_seconds(self.pid)
         ours_seconds = await _drive(self.ours[:lanes], requests, tally.ours)
+        tally.cpu_seconds += cpu_seconds(self.pid) - cpu_before
         after = await self._written()
         tally.commits += after[0] - before[0]
         tally.events += after[1] - before[1]
-        return Round(lanes * requests, ours_seconds, (floor_seconds or await floor()) / FLOOR_TIMES)
+        return Round(lanes * requests, ours_seconds, floor_seconds or await self._floor(lanes, requests, tally))
+
+    async def _floor(self, lanes: int, requests: int, tally: _Tally) -> float:
+        cpu_before = cpu_seconds(self.floor_pid)
+        seconds = await _drive(self.floor[:lanes], FLOOR_TIMES * requests, tally.floor)
+        tally.floor_cpu_seconds += cpu_seconds(self.floor_pid) - cpu_before
+        return seconds / FLOOR_TIMES
 
     async def _written(self) -> tuple[int, int]:
         """Commits and events of the server so far."""
         page = (await self.ours[0].ask("GET", "/metrics")).decode()
         return _metric(page, "gpuledger_commit_seconds_count"), _metric(page, "gpuledger_events_total")
+
+
+def cpu_seconds(pid: int) -> float:
+    """What a process has had of the processors, to a hundredth of a second."""
+    stat = read_process_file(pid, "stat")
+    if stat is None:
+        raise RuntimeError(f"process {pid} has gone")
+    fields = stat.rpartition(b")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _metric(page: str, name: str) -> int:
@@ -158,31 +181,40 @@ async def _open(stack: AsyncExitStack, folder: Path) -> _Sides:
         idle_bytes=32 * MIB,
         peak_bytes=40 * MIB,
     )
-    direct_url, direct_key = await stack.enter_async_context(_direct(runtime, folder / "direct"))
-    token = secrets.token_urlsafe(32)
-    port = await stack.enter_async_context(_serving(runtime, token, folder / "serve"))
-    ours = [await stack.enter_async_context(_lane(port, token)) for _ in range(CONCURRENCY)]
-    direct_port = int(direct_url.rpartition(":")[2])
-    floor = [await stack.enter_async_context(_lane(direct_port, direct_key)) for _ in range(CONCURRENCY)]
-    return _Sides(ours, floor)
+    direct = await stack.enter_async_context(_direct(runtime, folder / "direct"))
+    serving = await stack.enter_async_context(_serving(runtime, secrets.token_urlsafe(32), folder / "serve"))
+    ours, floor = [
+        [await stack.enter_async_context(_lane(server.port, server.key)) for _ in range(CONCURRENCY)]
+        for server in (serving, direct)
+    ]
+    return _Sides(ours, floor, serving.pid, direct.pid)
+
+
+@dataclass(frozen=True, slots=True)
+class _Server:
+    """A process that answers on the loopback."""
+
+    pid: int
+    port: int
+    key: str
 
 
 @asynccontextmanager
-async def _direct(runtime: ReferenceConfig, folder: Path) -> AsyncGenerator[tuple[str, str]]:
+async def _direct(runtime: ReferenceConfig, folder: Path) -> AsyncGenerator[_Server]:
     """A runtime that nobody schedules."""
     manager = RuntimeManager({"bench": runtime}, folder)
     try:
-        await manager.spawn("bench#1", "bench", "host:bench")
+        process = await manager.spawn("bench#1", "bench", "host:bench")
         await manager.load("bench#1")
         endpoint = manager.endpoint("bench#1")
-        yield endpoint.base_url, endpoint.api_key
+        yield _Server(process.pid, int(endpoint.base_url.rpartition(":")[2]), endpoint.api_key)
     finally:
         await manager.close()
 
 
 @asynccontextmanager
-async def _serving(runtime: ReferenceConfig, token: str, folder: Path) -> AsyncGenerator[int]:
-    """`gpuledger serve` as an operator runs it; its port, once it is ready."""
+async def _serving(runtime: ReferenceConfig, token: str, folder: Path) -> AsyncGenerator[_Server]:
+    """`gpuledger serve` as an operator runs it, once it is ready."""
     folder.mkdir()
     reserved = PortReservation()
     config = folder / "gpuledger.yaml"
@@ -192,7 +224,7 @@ async def _serving(runtime: ReferenceConfig, token: str, folder: Path) -> AsyncG
         process = await asyncio.to_thread(subprocess.Popen, command, stdout=log, stderr=subprocess.STDOUT)
     try:
         await _until_ready(process, reserved.port, folder / "log")
-        yield reserved.port
+        yield _Server(process.pid, reserved.port, token)
     finally:
         await asyncio.to_thread(_end, process)
         reserved.close()

@@ -6,10 +6,11 @@ Both sides write files in one folder with the same settings, and both wait for t
 from __future__ import annotations
 
 import sqlite3
+import statistics
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
@@ -36,54 +37,82 @@ def append_bench() -> Generator[Sequence[Case]]:
         with closing(SqliteLedger(folder / "ledger.db")) as ledger, closing(_bare(folder / "bare.db")) as bare:
             requests = _Requests(ledger, bare)
             yield (
-                Case("admission (3 events)", "batch", _FLOOR, "wall", partial(requests.round, kind=LeaseGranted)),
-                Case("end (2 events)", "batch", _FLOOR, "wall", partial(requests.round, kind=LeaseReleased)),
+                _Transactions(requests, LeaseGranted).case("admission (3 events)"),
+                _Transactions(requests, LeaseReleased).case("end (2 events)"),
             )
 
 
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """A transaction, and what it took."""
+
+    events: tuple[Recorded, ...]
+    wall_seconds: float
+    cpu_seconds: float
+
+
+class _Transactions:
+    """The case of one of the two transactions of a request: the one with an event of this type."""
+
+    def __init__(self, requests: _Requests, kind: type[LeaseGranted | LeaseReleased]) -> None:
+        self._requests = requests
+        self._kind = kind
+        self._ours: list[float] = []
+        self._floor: list[float] = []
+        self._before: tuple[Recorded, ...] = ()
+
+    def case(self, name: str) -> Case:
+        return Case(name, "batch", _FLOOR, "wall", self._round, self._details)
+
+    def _round(self, number: int) -> Round:
+        """One request. In every second round the floor comes before it, with the bytes of the request before."""
+        floor = self._requests.insert(self._before) if number % 2 else None
+        ours = next(one for one in self._requests.one() if any(isinstance(e.data, self._kind) for e in one.events))
+        self._before = ours.events
+        floor = floor or self._requests.insert(ours.events)
+        self._ours.append(ours.cpu_seconds)
+        self._floor.append(floor.cpu_seconds)
+        return Round(1, ours.wall_seconds, floor.wall_seconds)
+
+    def _details(self) -> Mapping[str, float]:
+        """Medians of the processor's time, in which no disk is waited for."""
+        sides = {"cpu_us": self._ours, "floor_cpu_us": self._floor}
+        return {name: round(1e6 * statistics.median(seconds), 1) for name, seconds in sides.items()}
+
+
 class _Requests:
-    """Warm requests, one after the other; one of their transactions is timed."""
+    """Warm requests, one after the other."""
 
     def __init__(self, ledger: Ledger, bare: sqlite3.Connection) -> None:
         self._ledger = ledger
         self._bare = bare
-        self._appended: list[tuple[tuple[Recorded, ...], float]] = []
+        self._written: list[_Written] = []
         self._asked = 0
         self._node = warm_node(self._append)
 
-    def round(self, number: int, *, kind: type[LeaseGranted | LeaseReleased]) -> Round:
-        """One request. In every second round the floor is timed before it, with the bytes of the request before."""
-        before = self._newest(kind) if number % 2 else None
-        floor_seconds = 0.0 if before is None else self._insert(before[0])
-        self._appended.clear()
-        self._request()
-        ours = self._newest(kind)
-        if ours is None:
-            raise AssertionError(f"a warm request left no {kind.__name__}")
-        return Round(1, ours[1], floor_seconds or self._insert(ours[0]))
-
-    def _request(self) -> None:
+    def one(self) -> Sequence[_Written]:
+        """The transactions of one more request."""
         self._asked += 1
+        self._written = []
         self._node.ask(f"req-{self._asked:024d}", EMBED)
         self._node.run_for_ms(500)
+        return self._written
 
-    def _append(self, batch: Batch, at: int) -> tuple[Recorded, ...]:
-        started = time.perf_counter()
-        recorded = self._ledger.append(batch, at)
-        self._appended.append((recorded, time.perf_counter() - started))
-        return recorded
-
-    def _newest(self, kind: type[LeaseGranted | LeaseReleased]) -> tuple[tuple[Recorded, ...], float] | None:
-        found = (one for one in self._appended if any(isinstance(event.data, kind) for event in one[0]))
-        return next(found, None)
-
-    def _insert(self, recorded: Sequence[Recorded]) -> float:
-        leaves = [(encode(event),) for event in recorded]
-        started = time.perf_counter()
+    def insert(self, events: tuple[Recorded, ...]) -> _Written:
+        """The leaves of these events, written without more ado."""
+        leaves = [(encode(event),) for event in events]
+        started, cpu_started = time.perf_counter(), time.thread_time()
         self._bare.execute("BEGIN IMMEDIATE")
         self._bare.executemany("INSERT INTO leaves (body) VALUES (?)", leaves)
         self._bare.execute("COMMIT")
-        return time.perf_counter() - started
+        return _Written(events, time.perf_counter() - started, time.thread_time() - cpu_started)
+
+    def _append(self, batch: Batch, at: int) -> tuple[Recorded, ...]:
+        started, cpu_started = time.perf_counter(), time.thread_time()
+        recorded = self._ledger.append(batch, at)
+        written = _Written(recorded, time.perf_counter() - started, time.thread_time() - cpu_started)
+        self._written.append(written)
+        return recorded
 
 
 def _bare(path: Path) -> sqlite3.Connection:

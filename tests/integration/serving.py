@@ -216,8 +216,10 @@ def copy_ledger(source: Path, folder: Path) -> None:
     shutil.copy(source, folder / "state" / "ledger.db")
 
 
-def sse(lines: Iterator[str]) -> Iterator[Any]:
-    """The documents of a stream of events, up to its end."""
+def sse(lines: Iterator[str], told: Callable[[], str] = str) -> Iterator[Any]:
+    """The documents of a stream of events, up to its end, which must come in time."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
     for line in lines:
+        assert time.monotonic() < deadline, told()
         if line.startswith("data: ") and line != "data: [DONE]":
             yield json.loads(line.removeprefix("data: "))

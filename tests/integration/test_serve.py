@@ -88,7 +88,7 @@ class TestLife:
                 lines = answer.iter_lines()
                 next(sse(lines))
                 server.process.send_signal(signal.SIGTERM)
-                rest = list(sse(lines))
+                rest = list(sse(lines, server.log))
             assert rest[-1]["choices"][0]["finish_reason"] == "stop"
             assert server.process.wait(PATIENCE_SECONDS) == 0
 
@@ -99,10 +99,11 @@ class TestLife:
             with http.stream("POST", "/v1/chat/completions", json=body) as answer:
                 lines = answer.iter_lines()
                 next(sse(lines))
+                drains = server.event_names().count("NodeDrainStarted")
                 server.process.send_signal(signal.SIGINT)
-                server.until(lambda: "NodeDrainStarted" in server.event_names())
+                server.until(lambda: server.event_names().count("NodeDrainStarted") > drains)
                 server.process.send_signal(signal.SIGINT)
-                rest = list(sse(lines))
+                rest = list(sse(lines, server.log))
             assert rest[-1]["error"]["code"] == "draining"
             assert server.process.wait(PATIENCE_SECONDS) == 0
         cancelled = [e.data.cause for e in server.events() if isinstance(e.data, RequestCancelled)]

@@ -35,13 +35,17 @@ _KEY_BYTES: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Adapters behind their ports, and the world as the ledger has it."""
+    """Adapters behind their ports, and the world as the ledger has it.
+
+    `accelerator_ids`: those of the configuration; None where only the devices can tell.
+    """
 
     ledger: Ledger
     clock: Clock
     telemetry: Telemetry
     runtimes: Runtimes
     world: World
+    accelerator_ids: frozenset[str] | None
 
 
 def open_parts(config: Config) -> Parts:
@@ -50,12 +54,15 @@ def open_parts(config: Config) -> Parts:
     ledger = SqliteLedger(config.ledger)
     try:
         world = load_world(ledger, ledger.load_snapshot())
+        sources = _sources(config)
+        hosts = all(isinstance(source, HostSource) for source in sources)
         return Parts(
             ledger=ledger,
             clock=LedgerClock(world.at),
-            telemetry=NodeTelemetry(_sources(config)),
+            telemetry=NodeTelemetry(sources),
             runtimes=RuntimeManager(config.runtimes, config.state_dir),
             world=world,
+            accelerator_ids=_host_ids(config) if hosts else None,
         )
     except BaseException:
         ledger.close()
@@ -68,14 +75,13 @@ def _sources(config: Config) -> list[Source]:
     if accelerators.host is not False:
         limit = accelerators.host.memory_limit_bytes if isinstance(accelerators.host, HostEntry) else None
         sources.append(HostSource(config.document.node.id, limit_bytes=limit))
-    if _watches_gpus(config):
+    if probe(accelerators.nvml_library) if accelerators.nvml == "auto" else accelerators.nvml:
         sources.append(NvmlSource(accelerators.nvml_library))
     return sources
 
 
-def _watches_gpus(config: Config) -> bool:
-    accelerators = config.document.accelerators
-    return probe(accelerators.nvml_library) if accelerators.nvml == "auto" else accelerators.nvml
+def _host_ids(config: Config) -> frozenset[str]:
+    return frozenset({f"host:{config.document.node.id}"} if config.document.accelerators.host is not False else ())
 
 
 def clients_of(config: Config) -> Clients:
@@ -101,7 +107,7 @@ def operations_of(config: Config) -> Mapping[str, frozenset[Operation]]:
     }
 
 
-def configuration_of(config: Config, runtimes: Runtimes) -> Configuration:
+def configuration_of(config: Config, parts: Parts) -> Configuration:
     """What the file declares, for the domain. Blocking: hashes the models.
 
     Raises DocumentError for a model or a program that is not there, or is not what it should be: all of them at once.
@@ -113,7 +119,7 @@ def configuration_of(config: Config, runtimes: Runtimes) -> Configuration:
         production_eligible=document.node.production_eligible,
         labels=document.node.labels,
         policy=config.policy,
-        deployments=_specs(config, runtimes),
+        deployments=_specs(config, parts.runtimes),
         clients=tuple(
             ClientSpec(
                 entry.id,
@@ -123,14 +129,10 @@ def configuration_of(config: Config, runtimes: Runtimes) -> Configuration:
             )
             for entry in document.clients
         ),
-        accelerator_ids=None if _watches_gpus(config) else _host_ids(config),
+        accelerator_ids=parts.accelerator_ids,
         product_version=version("gpuledger"),
         pid=os.getpid(),
     )
-
-
-def _host_ids(config: Config) -> frozenset[str]:
-    return frozenset({f"host:{config.document.node.id}"} if config.document.accelerators.host is not False else ())
 
 
 def _specs(config: Config, runtimes: Runtimes) -> tuple[DeploymentSpec, ...]:

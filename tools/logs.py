@@ -22,7 +22,10 @@ def configure(form: Literal["auto", "console", "json"]) -> None:
         structlog.processors.format_exc_info if not people else _unchanged,
     ]
     renderer: structlog.types.Processor = (
-        structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()) if people else structlog.processors.JSONRenderer()
+        # The usual renderer shows the values of variables beside a traceback: what clients said, and their tokens.
+        structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback)
+        if people
+        else structlog.processors.JSONRenderer()
     )
     structlog.configure(
         processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],

@@ -71,7 +71,7 @@ def profile(deployment: Deployment, config: ConfigOption = None, as_json: AsJson
 async def _profile(config: Config, parts: Parts, deployment_id: str) -> list[Measurement]:
     """Raises RuntimeFault, DocumentError, LedgerUnavailable, LedgerCorrupt."""
     try:
-        configuration = await asyncio.to_thread(configuration_of, config, parts.runtimes)
+        configuration = await asyncio.to_thread(configuration_of, config, parts)
         (spec,) = (one for one in configuration.deployments if one.deployment_id == deployment_id)
         measurements: list[Measurement] = []
         for place in await _places(config, parts, spec):

@@ -102,7 +102,7 @@ class Running:
         Raises DocumentError for models that are not there, LedgerUnavailable, LedgerCorrupt.
         """
         # Every model is hashed here: minutes, where they are large.
-        configuration = await asyncio.to_thread(configuration_of, self._config, self._parts.runtimes)
+        configuration = await asyncio.to_thread(configuration_of, self._config, self._parts)
         self.background(self.engine.run(), "engine")
         await self.engine.ask(Started(configuration))
         self.background(self.sampler.run(), "sampler")
@@ -152,7 +152,11 @@ class Running:
     def _leftovers(self) -> bool:
         """Residents that come or go: those of an earlier run, and those that are loaded at the start."""
         settled = (ResidentState.READY, ResidentState.SLEEPING)
-        return any(record.resident.state not in settled for _, record in self.world.residents())
+        node_id = self._config.document.node.id
+        return any(
+            state.node_id == node_id and record.resident.state not in settled
+            for state, record in self.world.residents()
+        )
 
 
 def _stop_patience_seconds(policy: Policy) -> int:

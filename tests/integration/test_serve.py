@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import signal
 import socket
 import subprocess
@@ -249,3 +250,26 @@ def run_config(folder: Path, config: Mapping[str, Any]) -> subprocess.CompletedP
     done = cli("serve", "--config", str(path))
     assert "Traceback" not in done.stderr
     return done
+
+
+class TestFullDisk:
+    def test_nothing_is_admitted_while_it_is_full_and_everything_after(self, tmp_path: Path, measured: Path) -> None:
+        """A limit on the size of files is the full disk that needs no privilege, and that can be emptied."""
+        with start(tmp_path, measured) as server:
+            assert server.embed().status_code == 200
+            unlimited = resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE)
+            resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (4096, unlimited[1]))
+            server.until(lambda: server.embed().status_code == 503)
+            refused = server.embed()
+            assert refused.json()["error"]["code"] == "ledger_unavailable"
+            assert int(refused.headers["retry-after"]) > 0
+            with server.http() as http:
+                conditions = http.get("/readyz")
+                assert conditions.status_code == 503
+                assert not conditions.json()["conditions"]["ledger"]["holds"]
+                assert http.get("/healthz").status_code == 200
+            resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, unlimited)
+            server.until_ready()
+            assert server.embed().status_code == 200
+            assert server.stop() == 0, server.log()
+        assert list(server.world().leases()) == []

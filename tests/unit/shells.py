@@ -233,7 +233,7 @@ async def shell(
     ledger = ledger or WatchedLedger()
     machine = machine or Machine()
     world = load_world(ledger, ledger.load_snapshot())
-    parts = Parts(ledger, LedgerClock(world.at), Sensors(machine), machine, world)
+    parts = Parts(ledger, LedgerClock(world.at), Sensors(machine), machine, world, frozenset({HOST}))
     running = Running(config, parts)
     try:
         await running.start()

@@ -29,6 +29,7 @@ from gpuledger.domain.scheduler import Scheduler
 from gpuledger.domain.state import Health, ResidentState
 from gpuledger.domain.units import GIB
 from gpuledger.tools import shell as engine_module
+from gpuledger.tools.running import Haste, PartEnded
 from gpuledger.tools.snapshots import load_world, read_snapshot
 from tests.unit.shells import Machine, Shell, WatchedLedger, embedding, envelope, shell
 
@@ -415,3 +416,23 @@ class TestAlwaysWarm:
 
 def is_ready(served: Shell) -> bool:
     return [record.resident.state for _, record in served.running.world.residents()] == [ResidentState.READY]
+
+
+class TestLeavingInADifficultPlace:
+    async def test_with_a_full_disk_it_leaves_when_it_is_told_to_and_says_that_it_was_not_in_order(self) -> None:
+        async with shell() as served:
+            await serve_one(served)
+            served.ledger.broken = "the disk is full"
+            haste = Haste(asyncio.Event(), asyncio.Event())
+            haste.drain_over.set()
+            haste.at_once.set()
+            assert not await served.running.stop(60, haste)
+        assert served.machine.held == {}
+
+    async def test_a_part_that_ends_is_noticed(self) -> None:
+        async with shell() as served:
+            noticed = asyncio.create_task(served.running.part_ended())
+            (engine,) = [task for task in asyncio.all_tasks() if task.get_name() == "engine"]
+            engine.cancel()
+            with pytest.raises(PartEnded, match="engine"):
+                await noticed

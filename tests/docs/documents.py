@@ -8,7 +8,7 @@ are looked for (`_KINDS`):
   command may name an id that an earlier output showed;
 - numbers of embeddings (three decimals or more): within 0.02 of the documented one;
 - integers where they count or name something that grows: events, plans, bytes, processes, milliseconds in headers,
-  and the first cell of a row.
+  numbers in the leaf of an event, and the first cell of a row.
 
 Runs of blanks are one blank, rules of a table are one character, and blank lines do not count. A documented line `...`
 stands for any number of lines. A figure that is none of these has to be exact: `MISMATCH 0` is not `MISMATCH 1`.
@@ -121,6 +121,7 @@ _KINDS: Final[Mapping[str, str]] = {
     "float": r"-?\b\d+\.\d{3,}(?:e-\d+)?",
     "count": (
         r"(?<=event )\d+|(?<=process )\d+|\b\d[\d,]*(?= (?:events|plans|bytes|more)\b)|\b[\d,]+(?= events/s)"
+        r'|(?<="seq":)\d+|(?<="version":)\d+|(?<="pressure_bp":)\d+'
         r"|(?<!MISMATCH )(?<=MATCH )\d+|(?<=-ms: )\d+|(?<=content-length: )\d+|^\d+(?= )"
     ),
 }

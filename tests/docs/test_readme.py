@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+import httpx
+import psutil
 import pytest
 
 from gpuledger.tools import examples
@@ -35,7 +37,9 @@ from tests.docs.documents import (
 from tests.integration.serving import wait_until
 
 #: Documents whose commands are typed, each into a server of its own.
-TYPED: Final = ("README.md", "docs/clients.md", "docs/auditing.md")
+TYPED: Final = ("README.md", "docs/clients.md", "docs/operating.md", "docs/auditing.md")
+#: Where others hold nearly all of the memory.
+TYPED_UNDER_PRESSURE: Final = "docs/operations/RUNBOOK_GPU_PRESSURE.md"
 #: A `yaml` block that is a file of its name.
 _FILE_NAME: Final = re.compile(r"# ([a-z-]+\.yaml)\n")
 EXAMPLE: Final = "var"
@@ -91,6 +95,26 @@ def environment() -> dict[str, str]:
     """That of a user in the activated environment of the checkout."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return {"PATH": path, "HOME": os.environ.get("HOME", "/"), "LANG": "C.UTF-8", "NO_PROXY": "*"}
+
+
+def short_of_memory(folder: Path) -> None:
+    """Leave the example so little of this machine that what others hold of it is nearly all of it."""
+    memory = psutil.virtual_memory()
+    limit = (memory.total - memory.available) * 102 // 100
+    config = folder / EXAMPLE / "gpuledger.yaml"
+    text = config.read_text("utf-8")
+    for old, new in (
+        ("host: true, nvml: auto", f"host: {{memory_limit_bytes: {limit}}}, nvml: false"),
+        ("revision: m10-v1", "reserve_floor_bytes: 16MiB, reserve_ratio_bp: 0, runtime_margin_bytes: 0"),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    config.write_text(text.replace("policy: {", "policy: {sample_interval_seconds: 1, "), "utf-8")
+
+
+def is_critical(address: str) -> bool:
+    page = httpx.get(f"http://{address}/metrics", trust_env=False).text
+    return 'gpuledger_pressure_level{accelerator="host:local"} 3.0' in page
 
 
 class Reader:
@@ -157,6 +181,13 @@ class Reader:
 def test_what_it_says_is_so(page: str, example: Path) -> None:
     with served(example) as address, Terminal(example, environment()) as terminal:
         assert Reader(example, address, terminal).follow(page) > 0
+
+
+def test_what_the_runbook_says_is_so(example: Path) -> None:
+    short_of_memory(example)
+    with served(example) as address, Terminal(example, environment()) as terminal:
+        wait_until(lambda: is_critical(address))
+        assert Reader(example, address, terminal).follow(TYPED_UNDER_PRESSURE) > 0
 
 
 # ---- the comparison itself --------------------------------------------------------------------------------------

@@ -40,6 +40,8 @@ def configure(form: Literal["auto", "console", "json"]) -> None:
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
         )
     )
+    # A log that nobody takes any more ends nothing.
+    logging.raiseExceptions = False
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)

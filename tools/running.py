@@ -101,12 +101,14 @@ class Running:
 
         Raises DocumentError for models that are not there, LedgerUnavailable, LedgerCorrupt.
         """
-        # Every model is hashed here: minutes, where they are large.
+        gate = self.desk.gate
+        gate.detail = "hashing models"  # minutes, where they are large
         configuration = await asyncio.to_thread(configuration_of, self._config, self._parts)
         self.background(self.engine.run(), "engine")
         await self.engine.ask(Started(configuration))
         self.background(self.sampler.run(), "sampler")
         self.background(self.desk.renew(), "renewals")
+        gate.detail = "taking the first sample, and ending what an earlier run left"
         await self.watch.until(lambda: bool(self.world.accelerators) and not self._leftovers())
 
     def background(self, work: Coroutine[Any, Any, None], name: str) -> None:

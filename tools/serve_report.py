@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -33,12 +34,12 @@ class ConsoleAnnouncer:
 
     def starting(self) -> None:
         """The address is taken; whether it is ready, `/readyz` says."""
-        self._console.print(f"gpuledger is starting at {self._base_url}", style="dim")
+        self._print(Text(f"gpuledger is starting at {self._base_url}", style="dim"))
 
     def measuring(self, deployment_id: str, step: str) -> None:  # noqa: ARG002
         if deployment_id not in self._measured:
             self._measured.add(deployment_id)
-            self._console.print(f"measuring what {deployment_id} takes (once for each configuration) ...", style="dim")
+            self._print(Text(f"measuring what {deployment_id} takes (once for each configuration) ...", style="dim"))
 
     def ready(self, world: World, unmeasured: list[Unmeasured]) -> None:
         parts: list[RenderableType] = [_accelerators(world), Text(), _deployments(world), Text()]
@@ -47,8 +48,13 @@ class ConsoleAnnouncer:
         if self._config.remote:
             parts.append(Text("Reachable from other machines, unencrypted: put TLS in front of it.", style="yellow"))
         parts.append(Text(f"Listening on {self._base_url}  (/readyz, /metrics)"))
-        self._console.print(Panel(Group(*parts), title="gpuledger is ready", border_style="green"))
+        self._print(Panel(Group(*parts), title="gpuledger is ready", border_style="green"))
         self._print_examples()
+
+    def _print(self, shown: RenderableType) -> None:
+        """A server does not end because nobody reads what it says."""
+        with suppress(OSError):
+            self._console.print(shown, soft_wrap=isinstance(shown, Text))
 
     def _print_examples(self) -> None:
         """Lines to copy: printed as they are, outside the panel, so that no frame is copied with them."""
@@ -60,7 +66,7 @@ class ConsoleAnnouncer:
         lines += [f'  -H "Authorization: Bearer {token}" -H "Content-Type: application/json" \\']
         lines += [f"  -d '{_body(entry, self._config)}'"]
         for line in ["Try:", "", *lines, "", *self._snippet(entry)]:
-            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+            self._print(Text(line))
 
     def _snippet(self, entry: DeploymentEntry) -> list[str]:
         path = _token_file(self._config)

@@ -81,15 +81,17 @@ class Machine:
         self.external_bytes = 1 * GIB
         self.load_fault: RuntimeFault | None = None
         self.samples = 0
-        #: Loads wait for it.
+        #: Starts wait for the one, loads for the other.
+        self.may_spawn = asyncio.Event()
         self.may_load = asyncio.Event()
+        self.may_spawn.set()
         self.may_load.set()
 
     def facts(self, deployment_id: str) -> RuntimeFacts:
         return RuntimeFacts("reference", "1", f"hash-{deployment_id}", None, 0)
 
     async def spawn(self, resident_id: str, deployment_id: str, accelerator_id: str) -> ProcessIdentity:
-        await asyncio.sleep(0)
+        await self.may_spawn.wait()
         if resident_id not in self.exits:
             self.spawned.append(resident_id)
             self.exits[resident_id] = asyncio.get_running_loop().create_future()

@@ -352,6 +352,56 @@ class TestShutdown:
             served.running.desk.end(first.request_id, DONE)
             assert await stopping
 
+    async def test_a_load_under_way_is_broken_off(self) -> None:
+        machine = Machine()
+        machine.may_load.clear()
+        async with shell(machine=machine) as served:
+            waiting = asyncio.create_task(served.running.desk.submit(served.question()))
+            await served.until(lambda: "ResidentProcessStarted" in served.names())
+            assert await served.stop(drain_seconds=0)
+            assert await waiting == Unavailable(waiting.result().request_id, Cause.DRAINING)
+        assert machine.stopped == machine.spawned
+        assert "ResidentReady" not in served.names()
+
+    async def test_a_start_under_way_is_waited_for_and_ended(self) -> None:
+        machine = Machine()
+        machine.may_spawn.clear()
+        async with shell(machine=machine) as served:
+            waiting = asyncio.create_task(served.running.desk.submit(served.question()))
+            await served.until(lambda: "ResidentLoadStarted" in served.names())
+            stopping = asyncio.create_task(served.stop(drain_seconds=0))
+            await served.until(lambda: "EvictionStarted" in served.names())
+            await asyncio.sleep(0.05)
+            assert machine.stopped == []
+            machine.may_spawn.set()
+            assert await stopping
+            await waiting
+        assert machine.stopped == machine.spawned == ["emb@host:local#1"]
+
+
+class TestTime:
+    async def test_one_that_waited_as_long_as_it_may_is_refused_for_what_it_waits_for(self) -> None:
+        async with shell(policy={"max_queue_seconds": 1}) as served:
+            await served.running.desk.submit(served.question())
+            refused = await served.running.desk.submit(served.question())
+            assert isinstance(refused, Refused)
+            assert (refused.reason, refused.detail) == (Reason.CONCURRENCY_LIMIT, "max_queue_seconds")
+            assert refused.plan is not None
+            assert refused.plan.document["verdict"] == "QUEUE"
+
+    async def test_one_with_a_deadline_is_refused_when_it_has_passed(self) -> None:
+        async with shell() as served:
+            await served.running.desk.submit(served.question())
+            refused = await served.running.desk.submit(served.question(deadline_ms=300))
+            assert isinstance(refused, Refused)
+            assert refused.reason is Reason.DEADLINE_CANNOT_BE_MET
+
+    async def test_a_model_that_nobody_uses_goes_in_its_time(self) -> None:
+        async with shell(embedding(residency={"policy": "keep_warm", "ttl_seconds": 1})) as served:
+            await serve_one(served)
+            await served.until(lambda: "ResidentEvicted" in served.names())
+            assert served.machine.held == {}
+
 
 class TestEarlierRun:
     async def test_its_requests_leases_and_processes_are_ended(self) -> None:

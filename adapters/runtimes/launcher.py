@@ -31,12 +31,13 @@ def main(arguments: list[str]) -> int:
     # Memory of a runtime holds prompts: no core files, and nothing it writes is for others.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.umask(0o077)
+    # Ignored signals outlive execve: those that Python ignores, and those that whoever started us did (nohup, a shell).
+    for number in signal.valid_signals():
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
     if os.read(gate, 1) != OPEN:
         return EXIT_NOT_STARTED
     os.close(gate)
-    # Python ignores these, and what is ignored stays so through execve.
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     try:
         os.execve(command[0], command, os.environ)  # noqa: S606 (no shell is the point)
     except OSError as error:

@@ -15,6 +15,7 @@ import structlog
 from gpuledger.domain.events import Recorded
 from gpuledger.domain.messages import Agenda, DrainTimedOut, ShutdownRequested, Started
 from gpuledger.domain.policy import Policy
+from gpuledger.domain.ports import RuntimeFault
 from gpuledger.domain.scheduler import Scheduler
 from gpuledger.domain.state import ResidentState
 from gpuledger.domain.world import World
@@ -143,7 +144,10 @@ class Running:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.effects.close()
-        await self._parts.runtimes.close()
+        try:
+            await self._parts.runtimes.close()
+        except RuntimeFault as fault:
+            _log.error("a process of ours does not end", fault=str(fault))
         await self.engine.close()
         free = self.sampler.close()
         if free:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Final, TypeAlias
 
 import orjson
@@ -11,7 +11,7 @@ from fastapi import Request
 
 from gpuledger.domain.documents import Json
 
-from .openai_errors import ApiError, bad_request
+from .openai_errors import CLIENT_CLOSED, ApiError, bad_request
 from .ports import Operation
 
 #: Deeper than any schema of a tool, and far from where a parser runs out of stack.
@@ -44,7 +44,7 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
         async with asyncio.timeout(READ_TIMEOUT_SECONDS):
             if too_long and "expect" in request.headers:
                 raise _too_long(limit_bytes)  # nothing was sent yet, and nothing will be
-            async for chunk in request.stream():
+            async for chunk in _chunks(request):
                 length += len(chunk)
                 if length > limit_bytes:
                     chunks.clear()
@@ -58,6 +58,16 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
     if too_long:
         raise _too_long(limit_bytes)
     return b"".join(chunks)
+
+
+async def _chunks(request: Request) -> AsyncIterator[bytes]:
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ApiError(CLIENT_CLOSED, "client_closed", "the client went away before its body was there")
+        yield message.get("body", b"")
+        if not message.get("more_body", False):
+            return
 
 
 def _too_long(limit_bytes: int) -> ApiError:

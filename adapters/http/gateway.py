@@ -22,6 +22,7 @@ from fastapi import FastAPI, Request, Response
 from .auth import Client, Clients
 from .bodies import parse, read_body, wants_stream
 from .openai_errors import (
+    CLIENT_CLOSED,
     ApiError,
     bad_request,
     refusal_error,
@@ -29,7 +30,7 @@ from .openai_errors import (
     unavailable_error,
 )
 from .ports import Desk, Granted, Insight, Operation, Outcome, Question, Refused, Repeated, Unavailable
-from .relay import CLIENT_CLOSED, PATHS, Presence, Served, Tally, Work
+from .relay import PATHS, Presence, Served, Tally, Work
 
 DEADLINE_HEADER: Final = "x-gpuledger-deadline-ms"
 KEY_HEADER: Final = "idempotency-key"

@@ -24,6 +24,9 @@ from gpuledger.domain.units import MICROS_PER_SECOND, ceil_div, parse_instant
 
 from .ports import Cause, Lost, PlanFacts, Refused, Repeated
 
+#: The client has gone: nobody sees it; it stands in the ledger (nginx's convention).
+CLIENT_CLOSED: Final = 499
+
 _CAPACITY_RETRY_SECONDS: Final = 5
 _HEALTH_RETRY_SECONDS: Final = 5
 _CONFLICT_RETRY_SECONDS: Final = 1

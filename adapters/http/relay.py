@@ -23,7 +23,7 @@ from gpuledger.domain.failures import Failure
 from gpuledger.domain.policy import Priority
 
 from .answers import EventStream, Usage, complaint, named
-from .openai_errors import ApiError, failure_error, lost_error, refusal_error, unavailable_error
+from .openai_errors import CLIENT_CLOSED, ApiError, failure_error, lost_error, refusal_error, unavailable_error
 from .ports import Desk, Ending, Granted, Operation, Outcome, Refused, Repeated, Unavailable
 
 _logger = logging.getLogger(__name__)
@@ -37,8 +37,6 @@ MAX_ANSWER_BYTES: Final = 512 * 1024 * 1024
 CONNECT_TIMEOUT_SECONDS: Final = 5.0
 #: A client that takes nothing for so long is taken for gone: the lease is not its alone to hold.
 CLIENT_STALL_SECONDS: Final = 60.0
-#: The client has gone: nobody sees it; it stands in the ledger (nginx's convention).
-CLIENT_CLOSED: Final = 499
 #: Answers that are about the gateway's own request: its key, its path, its framing.
 NOT_FOR_CLIENTS: Final = frozenset({401, 403, 404, 405, 407, 411, 431})
 

@@ -156,6 +156,8 @@ class Visitor:
         self.gone = asyncio.Event()
         self.reads = asyncio.Event()
         self.reads.set()
+        #: Whether more of the body is to come than there ever will be.
+        self.breaks_off = False
         self._body: list[bytes] = [body]
         self._scope = {
             "type": "http",
@@ -177,7 +179,7 @@ class Visitor:
 
     async def _receive(self) -> Message:
         if self._body:
-            return {"type": "http.request", "body": self._body.pop(), "more_body": False}
+            return {"type": "http.request", "body": self._body.pop(), "more_body": self.breaks_off}
         await self.gone.wait()
         return {"type": "http.disconnect"}
 

@@ -12,6 +12,7 @@ import pytest
 
 from gpuledger.adapters.http import relay
 from gpuledger.adapters.http.answers import EventStream, Usage, named
+from gpuledger.adapters.http.openai_errors import CLIENT_CLOSED
 from gpuledger.adapters.http.ports import Lost
 from gpuledger.domain.failures import Failure
 from gpuledger.domain.reasons import Reason
@@ -168,7 +169,7 @@ class TestStream:
             await visit
             assert talk.body.closed
             (ending,) = gate.desk.ended
-            assert (ending.client_gone, ending.status) == (True, relay.CLIENT_CLOSED)
+            assert (ending.client_gone, ending.status) == (True, CLIENT_CLOSED)
 
     async def test_a_client_that_takes_nothing_is_taken_for_gone(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(relay, "CLIENT_STALL_SECONDS", 0.05)

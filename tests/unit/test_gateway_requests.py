@@ -12,6 +12,7 @@ import pytest
 from gpuledger.adapters.http.auth import Client, Clients
 from gpuledger.adapters.http.bodies import DISCARD_FACTOR, parse
 from gpuledger.adapters.http.openai_errors import (
+    CLIENT_CLOSED,
     ApiError,
     failure_error,
     refusal_error,
@@ -24,7 +25,7 @@ from gpuledger.domain.failures import Failure
 from gpuledger.domain.policy import Priority
 from gpuledger.domain.reasons import Reason, waiting_helps
 from gpuledger.domain.units import GIB, MIB, format_instant
-from tests.unit.gateways import NOW, door
+from tests.unit.gateways import NOW, Visitor, door
 
 pytestmark = pytest.mark.anyio
 
@@ -160,6 +161,15 @@ class TestBodies:
             answer = await post(gate.http, endless())
         assert answer.status_code == 413
         assert taken <= (DISCARD_FACTOR + 1) * LIMIT
+
+    async def test_one_whose_client_goes_before_it_is_there(self) -> None:
+        async with door() as gate:
+            visitor = Visitor(b'{"model": "emb@1", ', "/v1/embeddings")
+            visitor.breaks_off = True
+            visitor.gone.set()
+            await visitor.visit(gate.app)
+            assert visitor.status == CLIENT_CLOSED
+        assert gate.desk.asked == []
 
     @pytest.mark.parametrize(
         "document",

@@ -148,6 +148,10 @@ class Bindings:
     def copy(self) -> Bindings:
         return Bindings(dict(self._real))
 
+    def take(self, other: Bindings) -> None:
+        """Know what the other one knows."""
+        self._real |= other._real
+
 
 def tidy(lines: Sequence[str]) -> list[str]:
     """The lines that count, without what only lays them out."""
@@ -196,7 +200,7 @@ def _run_fits(documented: Sequence[str], real: Sequence[str], bindings: Bindings
         return False
     if not all(_line_fits(one, other, trial) for one, other in zip(documented, real, strict=True)):
         return False
-    bindings._real = trial._real
+    bindings.take(trial)
     return True
 
 

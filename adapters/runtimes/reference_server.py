@@ -140,8 +140,12 @@ class Memory:
 
 
 def _take(count_bytes: int) -> list[mmap.mmap]:
+    """Raises MemoryError when the system has not as much."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
-    return [mmap.mmap(-1, count_bytes, flags=flags)] if count_bytes > 0 else []
+    try:
+        return [mmap.mmap(-1, count_bytes, flags=flags)] if count_bytes > 0 else []
+    except OSError as error:
+        raise MemoryError from error
 
 
 def _own_bytes() -> int:
@@ -209,7 +213,10 @@ class Server:
         self._stop.set()
 
     async def _load(self) -> None:
-        await self._memory.load(self._config["load_ms"])
+        try:
+            await self._memory.load(self._config["load_ms"])
+        except MemoryError:
+            self._die("out of memory")
         match self._faults["fail_load"]:
             case "exit":
                 self._die("cannot load")
@@ -256,6 +263,8 @@ class Server:
             await self._route(connection, request)
         except Refusal as refusal:
             await connection.send(refusal.status, {"error": {"code": refusal.status, "message": str(refusal)}})
+        except MemoryError:
+            self._die("out of memory")
 
     async def _route(self, connection: Connection, request: Request) -> None:
         match request.method, request.path:

@@ -231,6 +231,8 @@ async def test_requests_beyond_its_slots_wait(tmp_path: Path) -> None:
     [
         ({"faults": {"fail_load": "exit", "exit_status": 7}}, (Failure.MODEL_LOAD_FAILED, "exit_status_7")),
         ({"faults": {"fail_load": "oom"}}, (Failure.GPU_OOM, "out_of_memory")),
+        ({"idle_bytes": 2**50, "peak_bytes": 2**50}, (Failure.GPU_OOM, "out_of_memory")),
+        ({"peak_bytes": 2**50}, (Failure.GPU_OOM, "out_of_memory")),
         ({"faults": {"fail_load": "hang"}, "load_timeout_seconds": 1}, (Failure.TIMEOUT, "load_timeout")),
         ({"faults": {"hang_requests": True}, "load_timeout_seconds": 1}, (Failure.TIMEOUT, "load_timeout")),
         ({"faults": {"invalid_output": True}}, (Failure.INVALID_OUTPUT, "completion_empty")),

@@ -214,13 +214,18 @@ _POLICY: Final = _Document(Policy, TypeAdapter(Policy), broken_policy_rules)
 _PRESSURE_CASE: Final = _Document(PressureCase, TypeAdapter(PressureCase), _pressure_rules)
 
 
-def _checked(document: _Document[_T], value: Json, where: str) -> _T:
-    """What a value stands for. Each layer needs the one before it to have found nothing that it cannot work on."""
+def inspected(value: Json, where: str) -> tuple[Problem, ...]:
+    """The first layer: what is wrong with a value whatever its type. Raises DocumentError where no type can read it."""
     inspection = _Inspection(where)
     inspection.look_at(value)
-    problems = tuple(inspection.problems)
     if not inspection.readable:
-        raise DocumentError(problems)
+        raise DocumentError(inspection.problems)
+    return tuple(inspection.problems)
+
+
+def _checked(document: _Document[_T], value: Json, where: str) -> _T:
+    """What a value stands for. Each layer needs the one before it to have found nothing that it cannot work on."""
+    problems = inspected(value, where)
     try:
         # Only its JSON mode is strict about what JSON can say, and lenient about lists for tuples.
         found = document.adapter.validate_json(json.dumps(value))

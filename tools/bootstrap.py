@@ -75,8 +75,8 @@ def _sources(config: Config) -> list[Source]:
     if accelerators.host is not False:
         limit = accelerators.host.memory_limit_bytes if isinstance(accelerators.host, HostEntry) else None
         sources.append(HostSource(config.document.node.id, limit_bytes=limit))
-    if probe(accelerators.nvml_library) if accelerators.nvml == "auto" else accelerators.nvml:
-        sources.append(NvmlSource(accelerators.nvml_library))
+    if probe(config.nvml_library) if accelerators.nvml == "auto" else accelerators.nvml:
+        sources.append(NvmlSource(config.nvml_library))
     return sources
 
 

@@ -10,6 +10,7 @@ import hashlib
 import ipaddress
 import json
 import re
+import unicodedata
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -19,9 +20,10 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
+from gpuledger.adapters.paths import written_path
 from gpuledger.adapters.runtimes.config import BASE_FOLDER, LlamaCppConfig, RuntimeConfig, Task
 from gpuledger.domain.document_problems import DocumentError, Problem, at, problems_of
-from gpuledger.domain.documents import Json, RepeatedKeys, policy_document, policy_of
+from gpuledger.domain.documents import Json, inspected, policy_document, policy_of
 from gpuledger.domain.policy import Policy, Priority
 from gpuledger.domain.state import DOCUMENT, Kind, Residency, ResidencyPolicy
 from gpuledger.domain.units import GIB, KIB, MAX_INTEGER, MIB, Count, Identifier, Milliseconds, PositiveBytes, Sha256Hex
@@ -35,6 +37,7 @@ Positive: TypeAlias = Annotated[int, Field(ge=1, le=1_000_000)]
 
 ALL_CAPABILITIES: Final = "*"
 DEFAULT_LISTEN: Final = "127.0.0.1:8910"
+MAX_LABEL_CHARACTERS: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +145,8 @@ class Config:
     state_dir: Path
     host: str
     port: int
+    #: As it is given to the loader, which looks for a bare name itself.
+    nvml_library: str | None
     policy: Policy
     #: By deployment id.
     runtimes: Mapping[str, RuntimeConfig]
@@ -159,7 +164,7 @@ def load_config(path: Path) -> Config:
 
 def config_of(value: Json, path: Path) -> Config:
     """The configuration that a document stands for, as if it lay at `path`. Raises DocumentError."""
-    problems: list[Problem] = list(_repeated_keys(value, "config"))
+    problems: list[Problem] = list(inspected(value, "config"))
     tree = _with_sizes(value)
     document = _shape(tree, problems)
     runtimes = _runtimes(tree, path.parent, problems)
@@ -167,16 +172,21 @@ def config_of(value: Json, path: Path) -> Config:
     if document is not None:
         problems.extend(_broken_rules(document, runtimes))
     address = None if document is None else _address(document, problems)
-    if problems or document is None or policy is None or address is None:
+    ledger = None if document is None else _path("ledger", document.ledger, path.parent, problems)
+    state_dir = None if ledger is None else ledger.parent
+    if document is not None and document.state_dir is not None:
+        state_dir = _path("state_dir", document.state_dir, path.parent, problems)
+    nvml_library = None if document is None else _library(document.accelerators.nvml_library, path.parent, problems)
+    if problems or document is None or policy is None or address is None or ledger is None or state_dir is None:
         raise DocumentError(problems)
-    ledger = path.parent / Path(document.ledger).expanduser()
     return Config(
         path=path,
         document=document,
         ledger=ledger,
-        state_dir=ledger.parent if document.state_dir is None else path.parent / Path(document.state_dir).expanduser(),
+        state_dir=state_dir,
         host=address[0],
         port=address[1],
+        nvml_library=nvml_library,
         policy=policy,
         runtimes=runtimes,
     )
@@ -213,17 +223,6 @@ def _with_sizes(value: Json, key: str = "") -> Json:
     return value
 
 
-def _repeated_keys(value: Json, where: str) -> Iterator[Problem]:
-    if isinstance(value, RepeatedKeys):
-        yield from (Problem(at(where, key), "is there more than once") for key in value.repeated)
-    if isinstance(value, dict):
-        for key, one in value.items():
-            yield from _repeated_keys(one, at(where, key))
-    if isinstance(value, list):
-        for index, one in enumerate(value):
-            yield from _repeated_keys(one, at(where, index))
-
-
 # ---- shapes -----------------------------------------------------------------------------------------------------
 
 _DOCUMENT: Final = TypeAdapter(ConfigDocument)
@@ -236,8 +235,19 @@ def _shape(tree: Json, problems: list[Problem]) -> ConfigDocument | None:
         # Only the JSON mode of the types is strict about what a document can say, and lenient about lists for tuples.
         return _DOCUMENT.validate_json(json.dumps(tree))
     except ValidationError as error:
-        problems.extend(problems_of(error, ConfigDocument, "config"))
+        problems.extend(_told_once(tuple(problems_of(error, ConfigDocument, "config"))))
         return None
+
+
+def _told_once(problems: tuple[Problem, ...]) -> Iterator[Problem]:
+    """`accelerators.host` has two shapes, and pydantic tells what is wrong with it for each of them."""
+    host = at("config", "accelerators", "host")
+    as_entry, as_answer = at(host, HostEntry.__name__), at(host, bool.__name__)
+    for problem in problems:
+        if problem.where == as_entry:
+            yield Problem(host, problem.message.replace("an object", "true, false or an object", 1))
+        elif problem.where != as_answer:
+            yield Problem(problem.where.replace(as_entry, host, 1), problem.message)
 
 
 def _runtimes(tree: Json, folder: Path, problems: list[Problem]) -> Mapping[str, RuntimeConfig]:
@@ -268,9 +278,12 @@ def _runtime_problem(where: str, value: dict[str, Json], detail: ErrorDetails) -
     steps = detail["loc"][1:] if detail["loc"][:1] == (value.get("type"),) else detail["loc"]
     match kind:
         case "value_error":
+            text = message.removeprefix("Value error, ")
+            if steps:
+                return Problem(at(where, *steps), text)
             # A rule of ours that joins two keys names the one that is wrong.
-            key, _, text = message.removeprefix("Value error, ").partition(": ")
-            return Problem(at(where, *steps, key), text)
+            key, _, text = text.partition(": ")
+            return Problem(at(where, key), text)
         case "union_tag_not_found":
             return Problem(at(where, "type"), "is required")
         case "union_tag_invalid":
@@ -313,6 +326,7 @@ def _broken_rules(document: ConfigDocument, runtimes: Mapping[str, RuntimeConfig
     yield from _twice("deployments", "id", [deployment.id for deployment in deployments])
     yield from _unknown_capabilities(document)
     yield from _mixed_tasks(deployments, runtimes)
+    yield from _unrecordable_labels(document)
     for index, deployment in enumerate(deployments):
         where = at("config", "deployments", index)
         yield from _always_warm_shares(where, deployment, deployments)
@@ -349,6 +363,21 @@ def _mixed_tasks(deployments: tuple[DeploymentEntry, ...], runtimes: Mapping[str
             yield Problem(where, f"another deployment of {deployment.capability} has another task")
 
 
+def _unrecordable_labels(document: ConfigDocument) -> Iterator[Problem]:
+    """Labels enter the ledger, and so its profile of JSON (ledger.md, Bytes); other text that does has a pattern."""
+    mappings = {at("config", "node", "labels"): document.node.labels}
+    for index, deployment in enumerate(document.deployments):
+        mappings[at("config", "deployments", index, "node_selector")] = deployment.node_selector
+    for where, labels in mappings.items():
+        for key, value in labels.items():
+            if not key.isascii():
+                yield Problem(at(where, key), "must have a key of ASCII characters")
+            if not unicodedata.is_normalized("NFC", value):
+                yield Problem(at(where, key), "must be in Unicode normal form NFC")
+            if max(len(key), len(value)) > MAX_LABEL_CHARACTERS:
+                yield Problem(at(where, key), f"must have at most {MAX_LABEL_CHARACTERS} characters")
+
+
 def _always_warm_shares(
     where: str, deployment: DeploymentEntry, deployments: tuple[DeploymentEntry, ...]
 ) -> Iterator[Problem]:
@@ -379,21 +408,38 @@ def _runtime_fits(where: str, deployment: DeploymentEntry, runtime: RuntimeConfi
             yield Problem(at(where, "gpu_layers"), 'must be "all" or at least 1 where kind is gpu')
 
 
-# ---- address ----------------------------------------------------------------------------------------------------
+# ---- paths and address ------------------------------------------------------------------------------------------
+
+_LISTEN: Final = re.compile(r"(?:\[(?P<v6>[^\[\]]+)\]|(?P<host>[^\[\]:]+)):(?P<port>[0-9]{1,5})")
+
+
+def _path(key: str, text: str, folder: Path, problems: list[Problem]) -> Path | None:
+    try:
+        return written_path(text, folder)
+    except ValueError as error:
+        problems.append(Problem(f"config.{key}", str(error)))
+        return None
+
+
+def _library(name: str | None, folder: Path, problems: list[Problem]) -> str | None:
+    if name is None:
+        return None
+    found = _path("accelerators.nvml_library", name, folder, problems)
+    return str(found) if "/" in name else name
 
 
 def _address(document: ConfigDocument, problems: list[Problem]) -> tuple[str, int] | None:
     where = at("config", "listen")
-    host, _, port = document.listen.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdecimal() or int(port) > 65_535:
+    match = _LISTEN.fullmatch(document.listen)
+    if match is None or int(match["port"]) > 65_535:
         problems.append(Problem(where, f"must be host:port, as {DEFAULT_LISTEN}"))
         return None
+    host = match["v6"] or match["host"]
     if not (_is_loopback(host) or document.allow_remote):
         problems.append(
             Problem(where, "reaches beyond this machine, where tokens travel unencrypted: needs allow_remote: true")
         )
-    return host, int(port)
+    return host, int(match["port"])
 
 
 def _is_loopback(host: str) -> bool:

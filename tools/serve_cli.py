@@ -62,10 +62,13 @@ async def _serve(config: Config, parts: Parts, listener: socket.socket) -> Left:
 
 
 def _bound(config: Config) -> socket.socket:
-    address = f"{config.host}:{config.port}"
+    address = config.document.listen
     try:
         return bind(config.host, config.port)
     except OSError as error:
         in_use = error.errno == errno.EADDRINUSE
         why = "is in use by another program" if in_use else f"cannot be used ({error.strerror})"
         raise TargetError(f"config.listen: {address} {why}") from None
+    except UnicodeError:
+        # What Python says of text that it cannot put into a question to the name service.
+        raise TargetError(f"config.listen: {address} cannot be used (no name of a host)") from None

@@ -12,6 +12,7 @@ from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
+from gpuledger.adapters.paths import written_path
 from gpuledger.domain.units import Count, Milliseconds, PositiveBytes, Sha256Hex
 
 #: Context key of `model_validate`: the folder that relative paths are relative to.
@@ -28,11 +29,12 @@ class Task(StrEnum):
     CHAT = "chat"
 
 
-def _resolve(path: Path | None, info: ValidationInfo) -> Path | None:
-    if path is None:
-        return None
+def _resolve(path: object, info: ValidationInfo) -> object:
+    # What is no text is left for the type to refuse.
+    if not isinstance(path, str):
+        return path
     context: dict[str, Path] = info.context or {}
-    return context.get(BASE_FOLDER, Path()) / path.expanduser()
+    return str(written_path(path, context.get(BASE_FOLDER, Path())))
 
 
 class _Config(BaseModel):
@@ -81,7 +83,7 @@ class LlamaCppConfig(_Config):
     cache_type_v: CacheType = "f16"
     pooling: Literal["mean", "cls", "last"] | None = Field(default=None, description="The model's own when absent.")
 
-    _paths = field_validator("model", "server", mode="after")(_resolve)
+    _paths = field_validator("model", "server", mode="before")(_resolve)
 
     @property
     def micro_batch(self) -> int:

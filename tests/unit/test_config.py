@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from gpuledger.adapters.runtimes.config import LlamaCppConfig, ReferenceConfig, Task
+from gpuledger.domain import documents
 from gpuledger.domain.document_problems import DocumentError
 from gpuledger.domain.documents import Json
 from gpuledger.domain.policy import Policy, Priority
@@ -187,7 +188,13 @@ class TestProblems:
             is Kind.GPU
         )
 
-    @pytest.mark.parametrize("listen", ["8910", "localhost", "127.0.0.1:", "127.0.0.1:99999", ":8910", "127.0.0.1:x"])
+    @pytest.mark.parametrize(
+        "listen",
+        [
+            *("8910", "localhost", "127.0.0.1:", "127.0.0.1:99999", ":8910", "127.0.0.1:x", "localhost:\u0663"),
+            *("::1:8910", "[::1:8910", "::1]:8910", "[[::1]]:8910", "localhost:" + 5000 * "9"),
+        ],
+    )
     def test_an_address_that_is_none(self, listen: str) -> None:
         (problem,) = problems(listen=listen)
         assert problem == "config.listen: must be host:port, as 127.0.0.1:8910"
@@ -207,6 +214,63 @@ class TestProblems:
         assert any(
             problem.startswith("config.deployments[0].id: must ") for problem in problems(deployments=[model(name)])
         )
+
+    @pytest.mark.parametrize("path", ["", "a\0b", "~nobody.here/x"])
+    def test_a_path_that_is_none(self, path: str) -> None:
+        llama = {"type": "llama_cpp", "task": "chat", "model": path, "server": path}
+        found = problems(ledger=path, deployments=[model(runtime=llama)])
+        assert [problem.partition(": ")[0] for problem in found] == [
+            "config.deployments[0].runtime.model",
+            "config.deployments[0].runtime.server",
+            "config.ledger",
+        ]
+        assert not any("Value error" in problem for problem in found)
+        (found_state_dir,) = problems(state_dir=path)
+        assert found_state_dir.startswith("config.state_dir: ")
+        (found_library,) = problems(accelerators={"nvml_library": path})
+        assert found_library.startswith("config.accelerators.nvml_library: ")
+
+    def test_a_library_is_a_path_or_the_loader_finds_it(self) -> None:
+        assert read(accelerators={"nvml_library": "libnvidia-ml.so.1"}).nvml_library == "libnvidia-ml.so.1"
+        assert read(accelerators={"nvml_library": "lib/ml.so"}).nvml_library == "/etc/gpuledger/lib/ml.so"
+
+    @pytest.mark.parametrize(
+        ("labels", "problem"),
+        [
+            ({"zone": "e\u0301"}, ".zone: must be in Unicode normal form NFC"),
+            ({"gr\u00f6\u00dfe": "a"}, '["gr\\u00f6\\u00dfe"]: must have a key of ASCII characters'),
+            ({"zone": "a" * 1001}, ".zone: must have at most 1000 characters"),
+        ],
+    )
+    def test_labels_that_the_ledger_could_not_hold(self, labels: Json, problem: str) -> None:
+        assert problems(node={"labels": labels}) == [f"config.node.labels{problem}"]
+        selecting = model(node_selector=labels)
+        assert problems(deployments=[selecting]) == [f"config.deployments[0].node_selector{problem}"]
+
+    @pytest.mark.parametrize(
+        ("host", "problem"),
+        [
+            (3, ": must be true, false or an object, not 3"),
+            ({"memory_limit_bytes": 0}, ".memory_limit_bytes: must be at least 1"),
+            ({"limit": 1}, ".limit: unknown key"),
+        ],
+    )
+    def test_what_may_have_two_shapes_is_told_once(self, host: Json, problem: str) -> None:
+        assert problems(accelerators={"host": host}) == [f"config.accelerators.host{problem}"]
+
+    def test_aliases_cannot_stand_for_billions(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(documents, "MAX_VALUES", 1000)
+        tens = "".join(f"k{n + 1}: &k{n + 1} [{', '.join([f'*k{n}'] * 10)}]\n" for n in range(12))
+        with pytest.raises(DocumentError, match="has more than 1000 values"):
+            config_of(parse_yaml(f"k0: &k0 []\n{tens}".encode()), HERE)
+
+    def test_text_that_no_type_can_read_has_its_place(self) -> None:
+        deep: Json = 1
+        for _ in range(900):
+            deep = {"a": deep}
+        with pytest.raises(DocumentError, match=r"config\.policy\.a[.a]+: is nested deeper than 32 levels"):
+            config_of(document(policy=deep), HERE)
+        assert problems(node={"id": "\ud800"}) == ["config.node.id: is not text: it has half of a surrogate pair"]
 
     @pytest.mark.parametrize("value", [None, [], "text", 3, {"deployments": {}}, {"deployments": [3], "policy": 3}])
     def test_what_is_no_configuration_at_all(self, value: Json) -> None:

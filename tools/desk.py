@@ -125,10 +125,9 @@ class RequestDesk:
             self._give_up(request_id)
             raise
 
-    async def resume(self, request_id: str) -> Outcome:
-        held = self._held[request_id]
+    async def resume(self, request_id: str, again: asyncio.Future[Outcome]) -> Outcome:
         try:
-            return await held.outcome
+            return await again
         except asyncio.CancelledError:
             self._give_up(request_id)
             raise
@@ -292,13 +291,13 @@ class RequestDesk:
         if held is not None and held.granted is not None:
             lost, held.granted = held.granted.lost, None
             held.outcome = asyncio.get_running_loop().create_future()
-            lost.set_result(Lost(Reason.PREEMPTED, None, "before_it_began", requeued=True))
+            lost.set_result(Lost(Reason.PREEMPTED, None, "before_it_began", held.outcome))
 
     def _failed(self, failed: RequestFailed) -> None:
         if (held := self._over(failed.request_id)) is None:
             return
         if held.granted is not None:
-            held.granted.lost.set_result(Lost(failed.reason, failed.failure, failed.detail, requeued=False))
+            held.granted.lost.set_result(Lost(failed.reason, failed.failure, failed.detail))
         elif not held.outcome.done():
             refused = Refused(failed.request_id, failed.reason, failed.failure, failed.detail, held.plan)
             held.outcome.set_result(refused)
@@ -307,7 +306,7 @@ class RequestDesk:
         if (held := self._over(request_id)) is None:
             return
         if held.granted is not None:
-            held.granted.lost.set_result(Lost(None, None, cause, requeued=False))
+            held.granted.lost.set_result(Lost(None, None, cause))
         elif not held.outcome.done():
             held.outcome.set_result(Unavailable(request_id, Cause.DRAINING))
 

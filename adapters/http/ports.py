@@ -42,12 +42,12 @@ class PlanFacts:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The lease of a request that was being served is gone. `requeued`: it waits at its old place again."""
+    """The lease of a request that was being served is gone. `again`: it waits at its old place, for this outcome."""
 
     reason: Reason | None
     failure: Failure | None
     detail: str
-    requeued: bool
+    again: asyncio.Future[Outcome] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +135,8 @@ class Desk(Protocol):
         """Wait until it may begin or is ended. Cancelled, the request is given up."""
         ...
 
-    async def resume(self, request_id: str) -> Outcome:
-        """Wait again after its lease was lost and it was put back into the queue."""
+    async def resume(self, request_id: str, again: asyncio.Future[Outcome]) -> Outcome:
+        """Wait again after its lease was lost and it was put back into the queue. Cancelled, it is given up."""
         ...
 
     def end(self, request_id: str, ending: Ending) -> None:

@@ -135,22 +135,21 @@ class Served(Response):
         try:
             stop = await attempt.run(self._presence.gone)
         finally:
-            requeued = stop is Stop.LOST and granted.lost.result().requeued
-            if not (requeued and not attempt.started):
+            again = granted.lost.result().again if stop is Stop.LOST and not attempt.started else None
+            if again is None:
                 ending = attempt.ending(stop)
                 self._desk.end(granted.request_id, ending)
                 self._tally.ended(self._work, granted, ending)
-        if requeued and not attempt.started:
-            return await self._wait_again(granted, send)
+        if again is not None:
+            return await self._wait_again(granted.request_id, again, send)
         if stop is Stop.COMPLETE:
             await attempt.deliver()
-        error = attempt.error(stop)
-        if error is not None:
+        elif (error := attempt.error(stop)) is not None:
             await attempt.break_off(error)
         return None
 
-    async def _wait_again(self, granted: Granted, send: Send) -> Granted | None:
-        outcome = await self._presence.or_gone(self._desk.resume(granted.request_id))
+    async def _wait_again(self, request_id: str, again: asyncio.Future[Outcome], send: Send) -> Granted | None:
+        outcome = await self._presence.or_gone(self._desk.resume(request_id, again))
         match outcome:
             case Granted():
                 return outcome

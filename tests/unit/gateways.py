@@ -49,7 +49,7 @@ class FakeDesk:
         self.asked.append(question)
         return await self._next(question)
 
-    async def resume(self, request_id: str) -> Outcome:
+    async def resume(self, request_id: str, again: asyncio.Future[Outcome]) -> Outcome:
         self.resumed.append(request_id)
         return await self._next(self.asked[-1])
 

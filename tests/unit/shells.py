@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gpuledger.adapters.clock import LedgerClock
-from gpuledger.adapters.http.ports import Operation, Question
+from gpuledger.adapters.http.ports import Question
 from gpuledger.adapters.ledger.memory import MemoryLedger
 from gpuledger.domain.documents import Json
 from gpuledger.domain.events import EnvelopeMeasured, Recorded
@@ -172,16 +172,19 @@ def document(*deployments: dict[str, Json], **options: Any) -> dict[str, Json]:
     listed: list[Json] = [*(deployments or (embedding(),))]
     return {
         "ledger": "ledger.db",
-        "clients": [{"id": "app", "token_sha256": "ab" * 32}],
+        "clients": [
+            {"id": "app", "token_sha256": "ab" * 32},
+            {"id": "batch", "token_sha256": "cd" * 32, "priority": "background"},
+        ],
         "deployments": listed,
         "policy": {"sample_interval_seconds": 1, "lease_ttl_seconds": 3, **options.pop("policy", {})},
         **options,
     }
 
 
-def embedding(**options: Json) -> dict[str, Json]:
+def embedding(name: str = "emb", **options: Json) -> dict[str, Json]:
     runtime: dict[str, Json] = {"type": "reference", "task": "embedding"}
-    return {"id": "emb", "capability": "emb@1", "kind": "host", "runtime": runtime, **options}
+    return {"id": name, "capability": f"{name}@1", "kind": "host", "runtime": runtime, **options}
 
 
 @dataclass
@@ -192,11 +195,17 @@ class Shell:
     ledger: WatchedLedger
     machine: Machine
 
-    def question(self, request_id: str | None = None, *, mac: str | None = None, **options: Any) -> Question:
-        operation: Operation = "embeddings"
-        return Question(
-            request_id or f"req-{next(NUMBERS)}", "app", "emb@1", operation, 10, options.get("deadline_ms"), mac
-        )
+    def question(
+        self,
+        request_id: str | None = None,
+        *,
+        client: str = "app",
+        capability: str = "emb@1",
+        deadline_ms: int | None = None,
+        mac: str | None = None,
+    ) -> Question:
+        name = request_id or f"req-{next(NUMBERS)}"
+        return Question(name, client, capability, "embeddings", 10, deadline_ms, mac)
 
     def names(self) -> list[str]:
         return [type(event.data).__name__ for event in self.ledger.read(0, 100_000)]

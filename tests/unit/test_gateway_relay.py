@@ -13,7 +13,7 @@ import pytest
 from gpuledger.adapters.http import relay
 from gpuledger.adapters.http.answers import EventStream, Usage, named
 from gpuledger.adapters.http.openai_errors import CLIENT_CLOSED
-from gpuledger.adapters.http.ports import Lost
+from gpuledger.adapters.http.ports import Lost, Refused
 from gpuledger.domain.failures import Failure
 from gpuledger.domain.reasons import Reason
 from tests.unit.gateways import Door, Upstream, Visitor, answer_of, door
@@ -37,6 +37,10 @@ async def until(holds: Callable[[], object]) -> None:
 
 def event(text: str, **more: object) -> bytes:
     return b"data: " + json.dumps({"model": "file.gguf", "text": text, **more}).encode() + b"\n\n"
+
+
+def preempted() -> Lost:
+    return Lost(Reason.PREEMPTED, None, "before_it_began", asyncio.get_running_loop().create_future())
 
 
 class Talk:
@@ -212,7 +216,7 @@ class TestStream:
         async with visiting(talk) as (gate, visitor, visit):
             talk.pieces.put_nowait(event("one"))
             await until(lambda: "one" in visitor.text)
-            gate.desk.lose(Lost(None, Failure.LEASE_TIMEOUT, "lease_not_renewed", requeued=False))
+            gate.desk.lose(Lost(None, Failure.LEASE_TIMEOUT, "lease_not_renewed"))
             await visit
             assert talk.body.closed
             assert "LEASE_TIMEOUT" in visitor.text
@@ -227,7 +231,7 @@ class TestStream:
 
         async with visiting(runtime) as (gate, visitor, visit):
             await until(lambda: len(gate.sent) == 1)
-            gate.desk.lose(Lost(Reason.PREEMPTED, None, "before_it_began", requeued=True))
+            gate.desk.lose(preempted())
             await until(lambda: len(gate.sent) == 2)
             again.pieces.put_nowait(event("one"))
             again.pieces.put_nowait(None)
@@ -237,12 +241,22 @@ class TestStream:
             assert talk.body.closed
             assert len(gate.desk.ended) == 1
 
+    async def test_one_that_was_preempted_and_then_refused_is_told_so(self) -> None:
+        talk = Talk()
+        async with visiting(talk) as (gate, visitor, visit):
+            await until(lambda: len(gate.sent) == 1)
+            gate.desk.outcomes = [Refused("req-1", Reason.NODE_DRAINING, None, "", None)]
+            gate.desk.lose(preempted())
+            await visit
+            assert (visitor.status, gate.desk.ended) == (503, [])
+            assert "NODE_DRAINING" in visitor.text
+
     async def test_one_that_was_preempted_later_is_not_begun_again(self) -> None:
         talk = Talk()
         async with visiting(talk) as (gate, visitor, visit):
             talk.pieces.put_nowait(event("one"))
             await until(lambda: "one" in visitor.text)
-            gate.desk.lose(Lost(Reason.PREEMPTED, None, "before_it_began", requeued=True))
+            gate.desk.lose(preempted())
             await visit
             assert "PREEMPTED" in visitor.text
             assert gate.desk.resumed == []

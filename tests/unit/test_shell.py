@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from gpuledger.adapters.http.ports import Cause, Ending, Granted, Refused, Repeated, Unavailable
+from gpuledger.adapters.http.ports import Cause, Ending, Granted, Lost, Refused, Repeated, Unavailable
 from gpuledger.adapters.ledger.memory import MemoryLedger
 from gpuledger.domain.events import (
     AcceleratorHealthChanged,
@@ -27,7 +27,7 @@ from gpuledger.domain.ports import Batch, RuntimeFault
 from gpuledger.domain.reasons import Reason
 from gpuledger.domain.scheduler import Scheduler
 from gpuledger.domain.state import Health, ResidentState
-from gpuledger.domain.units import GIB
+from gpuledger.domain.units import GIB, MIB
 from gpuledger.tools import shell as engine_module
 from gpuledger.tools.running import Haste, PartEnded
 from gpuledger.tools.snapshots import load_world, read_snapshot
@@ -290,7 +290,7 @@ class TestCrashes:
             assert isinstance(granted, Granted)
             served.machine.crash("emb@host:local#1")
             lost = await asyncio.wait_for(granted.lost, 10)
-            assert (lost.failure, lost.detail, lost.requeued) == (Failure.RUNTIME_CRASH, "signal_9", False)
+            assert lost == Lost(None, Failure.RUNTIME_CRASH, "signal_9")
             await served.until(lambda: "ResidentEvicted" in served.names())
             outcome = await served.running.desk.submit(served.question())
             assert isinstance(outcome, Granted)
@@ -308,6 +308,27 @@ class TestCrashes:
             assert isinstance(recorded, FailureRecorded)
             assert recorded.evidence_sha256 == sha256(b"no such file").hexdigest()
             await served.until(lambda: machine.stopped == ["emb@host:local#1"])
+
+
+#: Levels of pressure that are never reached.
+NO_PRESSURE = {
+    "pressure_enter_bp": {"ELEVATED": 10_000, "HIGH": 10_000, "CRITICAL": 10_000},
+    "pressure_exit_bp": {"ELEVATED": 9_999, "HIGH": 9_999, "CRITICAL": 9_999},
+}
+
+
+class TestPreemption:
+    async def test_important_work_takes_the_place_of_work_that_may_be_interrupted(self) -> None:
+        machine = Machine()
+        machine.external_bytes = 7 * GIB - 250 * MIB  # with the reserve of 1 GiB, one model fits
+        humble = embedding(interruptible=True, priority="background")
+        async with shell(humble, embedding("other"), machine=machine, policy=NO_PRESSURE) as served:
+            first = await served.running.desk.submit(served.question(client="batch"))
+            assert isinstance(first, Granted)
+            second = await served.running.desk.submit(served.question(capability="other@1"))
+            assert isinstance(second, Granted)
+            assert first.lost.result() == Lost(Reason.PREEMPTED, None, "preempted_after_it_began")
+            assert machine.stopped == ["emb@host:local#1"]
 
 
 class TestShutdown:

@@ -35,7 +35,7 @@ def story_report(story: Document, now: int) -> RenderableType:
         parts += [Text(), *_plan(plan)]
     others = len(story["plans"]) - len(_shown_in_full(story))
     if others:
-        parts.append(Text(f"and {others} earlier plans of this request: `explain` them by their ids", style="dim"))
+        parts.append(Text(f"other plans of this request: {others}; `explain` them by their ids", style="dim"))
     return Group(*parts)
 
 

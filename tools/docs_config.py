@@ -94,6 +94,7 @@ _RUNTIME: Final = {
 _LLAMA: Final = {
     **_RUNTIME,
     "parallel": "The concurrency of the deployment, which it is when absent.",
+    "max_inputs": "Texts of one embeddings request that it is measured with; each costs memory.",
     "gpu_layers": "Layers on the GPU. 0 where `kind` is host, at least 1 or `all` where it is gpu.",
     "mmap": "Map the weights instead of reading them. The sample counts mapped pages all the same.",
     "flash_attention": "llama.cpp's `--flash-attn`.",
@@ -150,7 +151,9 @@ class _Section:
     without: frozenset[str] = frozenset()
 
 
-_COMMON: Final = ("task", "context_length", "batch_size", "parallel", "load_timeout_seconds", "dimensions")
+_COMMON: Final = frozenset(
+    {"task", "context_length", "batch_size", "parallel", "max_inputs", "dimensions", "load_timeout_seconds"}
+)
 
 SECTIONS: Final = (
     _Section("The file", "The top level.", ConfigDocument, _FILE),
@@ -171,11 +174,11 @@ SECTIONS: Final = (
     _Section(
         "`deployments[].runtime` with `type: reference`",
         "Our own small server without a model, for trying things out: it holds the bytes that it is told to hold and "
-        "answers the same to the same. `task`, `context_length`, `batch_size`, `parallel`, `dimensions` and "
+        "answers the same to the same. `task`, `context_length`, `batch_size`, `parallel`, `max_inputs`, `dimensions` and "
         "`load_timeout_seconds` are as above.",
         ReferenceConfig,
         _REFERENCE,
-        frozenset(_COMMON),
+        _COMMON,
     ),
     _Section("`deployments[].runtime.faults` of `type: reference`", "For tests.", ReferenceFaults, _FAULTS),
     _Section(

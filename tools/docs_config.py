@@ -174,8 +174,8 @@ SECTIONS: Final = (
     _Section(
         "`deployments[].runtime` with `type: reference`",
         "Our own small server without a model, for trying things out: it holds the bytes that it is told to hold and "
-        "answers the same to the same. `task`, `context_length`, `batch_size`, `parallel`, `max_inputs`, `dimensions` and "
-        "`load_timeout_seconds` are as above.",
+        "answers the same to the same. `task`, `context_length`, `batch_size`, `parallel`, `max_inputs`, `dimensions` "
+        "and `load_timeout_seconds` are as above.",
         ReferenceConfig,
         _REFERENCE,
         _COMMON,

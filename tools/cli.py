@@ -1,18 +1,24 @@
 """`gpuledger`: the one command. Each family of subcommands registers itself; nothing else is in here.
 
-Exit status: 0 the command did what was asked, 2 the input cannot be used. Bad input never shows a traceback.
+Exit status: 0 the command did what was asked, 1 what it says could not be written, 2 the input cannot be used. None of
+them shows a traceback.
 """
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import sys
+from typing import Final
 
 import typer
 
 from gpuledger.domain.document_problems import DocumentError
 
 from . import bench_cli, inspect_cli, ledger_cli, plan_cli, profile_cli, replay_cli, serve_cli
+from .ledger_target import abandon_output
+from .reading import reason_of
 
 app = typer.Typer(
     help="A scheduler for the memory of GPUs, with a ledger that proves its decisions.",
@@ -30,11 +36,15 @@ serve_cli.register(app)
 profile_cli.register(app)
 bench_cli.register(app)
 
-BAD_INPUT = 2
+OUTPUT_LOST: Final = 1
+BAD_INPUT: Final = 2
+#: What writing to standard output meets; whoever opens a file says which one it was.
+_UNWRITTEN: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
 
 def main() -> None:
     """Run the command line and exit with its status."""
+    _open_missing_streams()
     for stream in (sys.stdout, sys.stderr):
         # What a terminal cannot show is escaped: never a reason to fail.
         if isinstance(stream, io.TextIOWrapper):
@@ -44,6 +54,22 @@ def main() -> None:
     except DocumentError as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(BAD_INPUT)
+    except OSError as error:
+        if error.filename is not None or error.errno not in _UNWRITTEN:
+            raise
+        abandon_output()
+        sys.stderr.write(f"the output could not be written: {reason_of(error)}\n")
+        sys.exit(OUTPUT_LOST)
+
+
+def _open_missing_streams() -> None:
+    """A stream that was closed by whoever started us is an empty one: else files that are opened take its number."""
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115 - for as long as the process lives
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
 
 if __name__ == "__main__":

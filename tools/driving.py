@@ -14,7 +14,7 @@ from gpuledger.adapters.ledger.lock import LedgerInUse, LedgerLock
 
 from .bootstrap import Parts, open_parts
 from .config import Config, load_config
-from .ledger_target import USUAL_CONFIGS, TargetError, end
+from .ledger_target import TargetError, end, usual_config
 from .running import PartEnded
 
 FAILED: Final = 1
@@ -32,15 +32,8 @@ ConfigOption = Annotated[
 
 
 def named_config(path: Path | None) -> Config:
-    """The configuration that is meant. Raises DocumentError, TargetError."""
-    return load_config(_found(path) if path is None else path)
-
-
-def _found(path: Path | None) -> Path:
-    found = path or next((usual for usual in USUAL_CONFIGS if usual.exists()), None)
-    if found is None:
-        raise TargetError(f"no --config was named, and there is no {' or '.join(map(str, USUAL_CONFIGS))} here")
-    return found
+    """The configuration that is meant. Raises DocumentError, TargetError, LedgerUnavailable."""
+    return load_config(usual_config("no --config was named") if path is None else path)
 
 
 @contextmanager

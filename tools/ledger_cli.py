@@ -53,10 +53,11 @@ def export(
 @contextmanager
 def _appearing_whole(path: Path, ledger: Path) -> Generator[BinaryIO]:
     """A file to write to that takes its name when it is complete and on the disk. Raises TargetError."""
-    # A link is followed: it goes on pointing to the file that it was made for.
-    path = path.resolve()
     try:
-        mode = path.stat().st_mode if path.exists() else stat.S_IFREG | 0o600
+        # Asked first: links that lead in a circle end here, on every version of Python.
+        mode = _mode_of(path)
+        # A link is followed: it goes on pointing to the file that it was made for.
+        path = path.resolve()
         if not stat.S_ISREG(mode):
             raise TargetError(f"{path}: is no file that could be written")
         if path.exists() and path.samefile(ledger):
@@ -74,3 +75,11 @@ def _appearing_whole(path: Path, ledger: Path) -> Generator[BinaryIO]:
                 raise
     except OSError as error:
         raise TargetError(f"{path}: {(error.strerror or str(error)).lower()}") from error
+
+
+def _mode_of(path: Path) -> int:
+    """Of a file that is to be written; what a new one gets where there is none. Raises OSError."""
+    try:
+        return path.stat().st_mode
+    except FileNotFoundError:
+        return stat.S_IFREG | 0o600

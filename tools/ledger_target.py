@@ -20,6 +20,8 @@ import typer
 from gpuledger.adapters.ledger.export import open_target
 from gpuledger.adapters.ledger.lock import holder, taken_at
 from gpuledger.adapters.ledger.sqlite import SqliteLedger
+from gpuledger.adapters.ledger.sqlite_file import translated
+from gpuledger.adapters.paths import written_path
 from gpuledger.domain.document_problems import DocumentError
 from gpuledger.domain.events import SchedulerStarted
 from gpuledger.domain.ports import LedgerCorrupt, LedgerReader, LedgerUnavailable, Snapshot
@@ -138,9 +140,13 @@ def bad_input_ends() -> Generator[None]:
     except orjson.JSONEncodeError as error:
         end(f"what the ledger holds cannot be written as JSON: {error}")
     except BrokenPipeError:
-        # The interpreter would try to flush what nobody takes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        abandon_output()
         raise typer.Exit(READER_GONE) from None
+
+
+def abandon_output() -> None:
+    """What is still to be written goes nowhere: the interpreter would try to flush what nobody takes."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def end(message: str, status: int = BAD_INPUT) -> NoReturn:
@@ -150,22 +156,30 @@ def end(message: str, status: int = BAD_INPUT) -> NoReturn:
 
 
 def ledger_path(target: str | None, config: str | None = None) -> Path:
-    """The file of the ledger that is meant. Raises TargetError, and DocumentError for a configuration."""
-    named = target or config
-    path = _usual_config() if named is None else Path(named)
-    if path.is_dir():
-        raise TargetError(f"{path}: is a directory, and neither a ledger nor a configuration")
+    """The file of the ledger that is meant. Raises TargetError, LedgerUnavailable, DocumentError.
+
+    A target that was named and is empty, as a variable of a shell may be, is not one that was left out.
+    """
+    named = config if target is None else target
+    path = usual_config("no TARGET was named") if named is None else Path(named)
+    if named == "":
+        raise TargetError("TARGET is empty: it names neither a ledger nor a configuration")
+    with translated(path):
+        if path.is_dir():
+            raise TargetError(f"{path}: is a directory, and neither a ledger nor a configuration")
     if path.suffix in _CONFIG_SUFFIXES or target is None:
         return _ledger_of(path)
     return path
 
 
-def _usual_config() -> Path:
-    found = next((path for path in USUAL_CONFIGS if path.exists()), None)
-    if found is None:
-        looked = " or ".join(str(path) for path in USUAL_CONFIGS)
-        raise TargetError(f"no TARGET was named, and there is no {looked} here")
-    return found
+def usual_config(why: str) -> Path:
+    """The configuration of this folder, where none was named. Raises TargetError, LedgerUnavailable."""
+    for path in USUAL_CONFIGS:
+        with translated(path):
+            if path.exists():
+                return path
+    looked = " or ".join(str(path) for path in USUAL_CONFIGS)
+    raise TargetError(f"{why}, and there is no {looked} here")
 
 
 def _ledger_of(config: Path) -> Path:
@@ -174,7 +188,11 @@ def _ledger_of(config: Path) -> Path:
     named = document.get("ledger") if isinstance(document, dict) else None
     if not isinstance(named, str) or not named:
         raise DocumentError.of("config.ledger", f"{config} does not name a ledger")
-    ledger = config.absolute().parent / Path(named).expanduser()
-    if not ledger.exists():
-        raise TargetError(f"{ledger}: there is no ledger yet; {config} names it, and `gpuledger serve` makes it")
+    try:
+        ledger = written_path(named, config.absolute().parent)
+    except ValueError as error:
+        raise DocumentError.of("config.ledger", str(error)) from None
+    with translated(ledger):
+        if not ledger.exists():
+            raise TargetError(f"{ledger}: there is no ledger yet; {config} names it, and `gpuledger serve` makes it")
     return ledger

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -75,7 +76,8 @@ def _kept_by(found: Target) -> World | None:
 
 def _seq_of(reader: LedgerReader, plan_id: str) -> int:
     """The event of a plan. Only leaves that speak of it are read."""
-    needle = plan_id.encode()
+    # Bytes of the command line that are no text are text nowhere in a ledger.
+    needle = os.fsencode(plan_id)
     candidates = (leaf.seq for leaf in reader.leaves() if needle in leaf.body)
     for seq in candidates:
         (event,) = reader.read(seq - 1, 1)

@@ -72,6 +72,9 @@ class Subject:
 
 def find_subject(reader: LedgerReader, text: str) -> Subject:
     """The request, plan or lease with an id, or with the only id that begins so. Raises TargetError."""
+    if not text.isascii():
+        # Nor could it be looked up: what of a command line is no text cannot be asked of SQLite.
+        raise TargetError(f"no request, plan or lease of this ledger is named {text}: ids are ASCII")
     quick = _by_its_request(reader, text)
     if quick is not None:
         return quick

@@ -20,7 +20,7 @@ from eventsourcing.persistence import StoredEvent
 from eventsourcing.sqlite import SQLiteApplicationRecorder, SQLiteCursor
 
 from gpuledger.domain.events import Recorded
-from gpuledger.domain.ports import Batch, Leaf, LedgerConflict, LedgerCorrupt, Snapshot
+from gpuledger.domain.ports import Batch, Leaf, LedgerConflict, LedgerCorrupt, LedgerUnavailable, Snapshot
 
 from .batches import Drafts, Placed, drafts_of
 from .mapper import LeafMapper, StoredLeaf
@@ -95,6 +95,8 @@ class SqliteLedger:
         if not read_only:
             ensure(self.path)
         with translated(self.path):
+            if self.path.is_dir():
+                raise LedgerUnavailable(f"{self.path}: is a directory, and no ledger")
             if self.path.stat().st_size == 0:
                 raise LedgerCorrupt(f"{self.path}: the file is empty")
 

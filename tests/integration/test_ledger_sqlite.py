@@ -187,7 +187,7 @@ class TestNoLedger:
             SqliteLedger(path)
 
     def test_a_folder(self, tmp_path: Path) -> None:
-        with pytest.raises(LedgerUnavailable, match="cannot be opened"):
+        with pytest.raises(LedgerUnavailable, match="is a directory"):
             SqliteLedger(tmp_path)
 
     def test_an_old_sqlite(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

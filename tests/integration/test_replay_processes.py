@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -76,6 +77,18 @@ class TestTheSameEverywhere:
             process.stdout.close()
             assert process.wait(30) == 1
             assert process.stderr.read() == b""
+
+    @pytest.mark.parametrize(
+        "command", [("status",), ("status", "--json"), ("replay", "--json"), ("ledger", "export")], ids=" ".join
+    )
+    def test_output_that_no_disk_takes(self, tmp_path: Path, command: tuple[str, ...]) -> None:
+        """Or nobody: a stream that was closed before we began is as good as /dev/null."""
+        path = write_export(crowded_minutes(), tmp_path / "export")
+        line = shlex.join([sys.executable, "-m", "gpuledger.tools.cli", *command, str(path)])
+        full = subprocess.run(["sh", "-c", f"exec {line} >/dev/full"], capture_output=True, check=False)
+        assert (full.returncode, full.stderr) == (1, b"the output could not be written: no space left on device\n")
+        closed = subprocess.run(["sh", "-c", f"exec {line} <&- >&-"], capture_output=True, check=False)
+        assert (closed.returncode, closed.stderr) == (0, b"")
 
 
 @contextmanager

@@ -198,6 +198,11 @@ class TestRefusals:
         assert refused.returncode == 2
         assert f"127.0.0.1:{port} is in use" in refused.stderr
 
+    def test_a_host_that_is_no_name(self, tmp_path: Path) -> None:
+        refused = run_config(tmp_path, configuration([embedding()], listen="a..b:0", allow_remote=True))
+        assert refused.returncode == 2
+        assert refused.stderr.endswith("config.listen: a..b:0 cannot be used (no name of a host)\n")
+
     def test_a_bad_configuration(self, tmp_path: Path) -> None:
         refused = run_config(tmp_path, configuration([embedding(priority="urgent")], listne="x"))
         assert refused.returncode == 2

@@ -374,6 +374,11 @@ class TestExplain:
     def test_an_unknown_one(self, ended_ledger: Path, name: str) -> None:
         assert refused("explain", name, ended_ledger) == f"no request, plan or lease of this ledger is named {name}\n"
 
+    @pytest.mark.parametrize("name", ["\udcff", "é"])
+    def test_a_name_that_is_no_id(self, ended_ledger: Path, name: str) -> None:
+        assert "ids are ASCII" in refused("explain", name, ended_ledger)
+        assert "there is no plan" in refused("replay", ended_ledger, "--plan", name)
+
     def test_a_plan_of_another_planner_is_shown_as_it_was_kept(self, story: Lived, tmp_path: Path) -> None:
         plan = next(e for e in story.events if isinstance(e.data, PlanDecided) and e.data.verdict is Verdict.ADMIT)
         assert isinstance(plan.data, PlanDecided)
@@ -507,6 +512,11 @@ class TestExport:
         assert link.is_symlink()
         assert (tmp_path / "real").stat().st_size > 0
 
+    def test_links_that_lead_in_a_circle(self, ended_ledger: Path, tmp_path: Path) -> None:
+        (tmp_path / "loop").symlink_to("loop")
+        assert "too many levels of symbolic links" in refused("ledger", "export", ended_ledger, "-o", tmp_path / "loop")
+        assert (tmp_path / "loop").is_symlink()
+
     def test_never_over_the_ledger(self, killed: Lived, tmp_path: Path) -> None:
         path = write_sqlite(killed, tmp_path / "ledger.sqlite")
         before = path.read_bytes()
@@ -554,9 +564,18 @@ class TestTarget:
             raise PermissionError(13, "Permission denied")
 
         path = write_export(crowded_minutes(), tmp_path / "export")
+        (tmp_path / "gpuledger.yaml").write_text(f"ledger: {path}\n")
+        monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(Path, "stat", denied)
-        monkeypatch.setattr(Path, "is_dir", always(False))
-        assert "ermission denied" in refused(*command, path)
+        for target in ((path,), (tmp_path / "gpuledger.yaml",), ()):
+            assert "ermission denied" in refused(*command, *target)
+
+    def test_a_name_that_no_file_can_have(self, command: tuple[str, ...], tmp_path: Path) -> None:
+        assert "name too long" in refused(*command, "x" * 5000)
+        assert "TARGET is empty" in refused(*command, "")
+        for ledger in ("~nobody.here/x", "x" * 5000, '"a\\0b"'):
+            (tmp_path / "c.yaml").write_text(f"ledger: {ledger}\n")
+            assert refused(*command, tmp_path / "c.yaml")
 
     def test_none_named_and_none_there(
         self, command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

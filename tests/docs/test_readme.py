@@ -35,6 +35,10 @@ from tests.docs.documents import (
 )
 from tests.integration.serving import wait_until
 
+#: What the documents use beside gpuledger itself and what is on every Linux.
+needs_programs: Final = pytest.mark.skipif(
+    any(shutil.which(program) is None for program in ("bash", "curl")), reason="the documents use bash and curl"
+)
 #: Documents whose commands are typed, each into a server of its own.
 TYPED: Final = ("README.md", "docs/clients.md", "docs/operating.md", "docs/auditing.md")
 #: Where others hold nearly all of the memory.
@@ -177,12 +181,14 @@ class Reader:
         return line.replace(str(self._folder), DOCUMENTED_FOLDER).replace(self._address, DOCUMENTED_ADDRESS)
 
 
+@needs_programs
 @pytest.mark.parametrize("page", TYPED)
 def test_what_it_says_is_so(page: str, example: Path) -> None:
     with served(example) as address, Terminal(example, environment()) as terminal:
         assert Reader(example, address, terminal).follow(page) > 0
 
 
+@needs_programs
 def test_what_the_runbook_says_is_so(example: Path) -> None:
     short_of_memory(example)
     with served(example) as address, Terminal(example, environment()) as terminal:
@@ -190,6 +196,7 @@ def test_what_the_runbook_says_is_so(example: Path) -> None:
         assert Reader(example, address, terminal).follow(TYPED_UNDER_PRESSURE) > 0
 
 
+@needs_programs
 def test_what_the_page_for_soaks_says_is_so() -> None:
     with Terminal(ROOT, environment()) as terminal:
         assert Reader(ROOT, "no.address", terminal).follow("docs/soak.md") > 0

@@ -7,9 +7,11 @@ installs, starts or stops things; `yaml`, `text`) are not run; `test_documents.p
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Generator
@@ -67,6 +69,11 @@ def example(measured: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
+def end_with_parent() -> None:
+    """Ask the kernel to stop this process when pytest is killed (prctl(2), PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
 @contextmanager
 def served(folder: Path) -> Generator[str]:
     """The address of a server on the example in `folder`."""
@@ -79,6 +86,7 @@ def served(folder: Path) -> Generator[str]:
             stdout=out,
             stderr=err,
             start_new_session=True,
+            preexec_fn=end_with_parent,
         )
     try:
         wait_until(lambda: "gpuledger is ready" in output.read_text("utf-8") or process.poll() is not None)

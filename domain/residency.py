@@ -54,12 +54,24 @@ def use_fresh_sample(draft: Draft) -> None:
 
 def wants_fresh_sample(state: AcceleratorState) -> int | None:
     """The instant after which a sample is wanted for some grant, or None (semantics.md 7)."""
-    wanted = [
-        record.clear_at
+    return max((record.clear_at for record in _waiting_for_room(state)), default=None)
+
+
+def room_given_up_at(policy: Policy, state: AcceleratorState) -> int | None:
+    """When the first of the grants that wait for a sample has waited in vain, or None.
+
+    A device that cannot be read shows no room; what was granted before that was known is planned again.
+    """
+    patience = seconds(policy.telemetry_max_age_seconds) + 1
+    return min((record.clear_at + patience for record in _waiting_for_room(state)), default=None)
+
+
+def _waiting_for_room(state: AcceleratorState) -> tuple[ResidentRecord, ...]:
+    return tuple(
+        record
         for record in state.residents.values()
         if not record.awaits and (_waits_to_load(record) or _unconfirmed(state, record))
-    ]
-    return max(wanted, default=None)
+    )
 
 
 def _check_resident(draft: Draft, accelerator_id: str, resident_id: str) -> None:
@@ -72,6 +84,8 @@ def _check_resident(draft: Draft, accelerator_id: str, resident_id: str) -> None
     if not loads and not unconfirmed:
         return
     if not fresh_enough(draft.world.policy, state, record.clear_at, draft.now):
+        if draft.now > record.clear_at + seconds(draft.world.policy.telemetry_max_age_seconds):
+            _give_back(draft, accelerator_id, record, unconfirmed)
         return
     needed, schedulable = _room(draft, state, record)
     if needed > schedulable:

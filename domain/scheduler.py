@@ -67,6 +67,7 @@ from .residency import (
     process_ended,
     reclaim_deadline,
     resident_failed,
+    room_given_up_at,
     use_fresh_sample,
     wants_fresh_sample,
 )
@@ -437,6 +438,7 @@ def _wake_at(world: World, now: int) -> int | None:
             instants.append(drain_deadline(world.policy, record.drain_started_at))
         elif record.resident.state is ResidentState.READY and not active_on(state, record.resident.resident_id, now):
             instants.append(kept_until(Draft(world, now), record))
+    instants.extend(room_given_up_at(world.policy, state) for state in world.accelerators.values())
     for request in waiting(world):
         instants.append(request.queue_until if request.question.deadline is None else None)
         instants.append(next_change(request))

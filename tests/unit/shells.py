@@ -28,6 +28,7 @@ from gpuledger.domain.ports import (
     ProcessIdentity,
     RuntimeFacts,
     RuntimeFault,
+    TelemetryFault,
 )
 from gpuledger.domain.state import Envelope, Health, Kind
 from gpuledger.domain.units import GIB, MIB
@@ -81,6 +82,8 @@ class Machine:
         self.external_bytes = 1 * GIB
         self.load_fault: RuntimeFault | None = None
         self.samples = 0
+        #: Nothing of it can be read.
+        self.blind = False
         #: Starts wait for the one, loads for the other.
         self.may_spawn = asyncio.Event()
         self.may_load = asyncio.Event()
@@ -145,6 +148,8 @@ class Sensors:
     def sample(self, managed: Sequence[ManagedProcess]) -> NodeReading:
         machine = self._machine
         machine.samples += 1
+        if machine.blind:
+            return NodeReading((), (TelemetryFault(HOST, "HOST_UNREADABLE", None),), None, 0)
         held = dict(machine.held)
         reading = AcceleratorReading(
             accelerator_id=HOST,

@@ -453,6 +453,22 @@ class TestEarlierRun:
         assert load_world(ledger, snapshot) == load_world(ledger)
 
 
+class TestBlindness:
+    async def test_what_was_granted_just_before_is_not_held_for_ever(self) -> None:
+        """The grant waits for a sample that shows its room, and no sample comes."""
+        async with shell(policy={"telemetry_max_age_seconds": 3}) as served:
+            waiting = asyncio.create_task(served.running.desk.submit(served.question()))
+            served.machine.blind = True
+            refused = await waiting
+            assert isinstance(refused, Refused)
+            assert refused.reason is Reason.SCHEDULER_STATE_STALE
+            assert list(served.running.world.leases()) == []
+            assert [one.holds for one in served.running.desk.conditions() if one.name == "telemetry"] == [False]
+            served.machine.blind = False
+            await served.until(lambda: all(one.holds for one in served.running.desk.conditions()[1:]))
+            assert (await serve_one(served)).start == "cold"
+
+
 class TestSamples:
     async def test_a_sample_is_as_old_as_it_is_when_it_is_decided_on(self) -> None:
         """One that waited in the line must not show what happened meanwhile as if it had seen it."""

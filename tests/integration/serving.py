@@ -163,14 +163,23 @@ def wait_until(holds: Callable[[], bool], told: Callable[[], str] = str) -> None
 
 
 @contextmanager
-def serving(folder: Path, config: Mapping[str, Any], *, ready: bool = True) -> Generator[Serving]:
-    """A server on a configuration, its state in `folder`; killed at the end if it still runs."""
+def serving(
+    folder: Path, config: Mapping[str, Any], *, ready: bool = True, env: Mapping[str, str] | None = None
+) -> Generator[Serving]:
+    """A server on a configuration, its state in `folder`; killed at the end if it still runs. `env`: on top of ours."""
     (folder / "state").mkdir(parents=True, exist_ok=True)
     path = folder / "gpuledger.yaml"
     path.write_text(json.dumps(config), "utf-8")
     command = (sys.executable, "-m", "gpuledger.tools.cli", "serve", "--config", str(path), "--log", "json")
     with (folder / "log").open("a") as log:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, **(env or {})},
+        )
     server = Serving(folder, process, "")
     try:
         server.base_url = _address(process, server)

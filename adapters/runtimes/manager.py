@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final, assert_never
 
 import httpx
+import structlog
 
 from gpuledger.adapters import procfs
 from gpuledger.domain.failures import Failure
@@ -34,10 +35,14 @@ from .output import BoundedLog
 from .process import AT_ONCE, LOOPBACK, POLITE, Child, Command, PortReservation, Spawner, end_tree
 from .reference import Reference
 
+_log = structlog.get_logger(__name__)
+
 #: All that a runtime inherits. Anything else (credentials of the scheduler, proxies, LLAMA_ARG_*) stays behind.
 INHERITED: Final = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
 #: Marks what a runtime leaves behind as ours when its root is gone (`end_orphan`).
 MARK: Final = "GPULEDGER_RESIDENT"
+#: Which scheduler started it. While that one lives its processes are no orphans, whatever a (copied) ledger says.
+SCHEDULER_MARK: Final = "GPULEDGER_SCHEDULER"
 _CRASH_SHOWS_SECONDS: Final = 1.0
 #: The id of an accelerator is the UUID that NVML gives it, where it is a GPU.
 _CUDA_DEVICE: Final = re.compile(r"(?:GPU|MIG)-[A-Za-z0-9/-]+")
@@ -162,12 +167,15 @@ class RuntimeManager:
         """Raises RuntimeFault (TIMEOUT `not_gone`).
 
         While its root runs, its tree is ours. Of a root that is gone only what carries our mark is: by a double reuse
-        of the pid others could stand in its group.
+        of the pid others could stand in its group. What another scheduler drives that is alive is left alone: this
+        ledger is then a copy of that one's.
         """
-        if await asyncio.to_thread(procfs.is_alive, process):
+        if not await asyncio.to_thread(procfs.is_alive, process):
+            await end_tree(process, POLITE, grace_seconds, admit=_is_orphan)
+        elif await asyncio.to_thread(_has_no_other_scheduler, process):
             await end_tree(process, POLITE, grace_seconds)
         else:
-            await end_tree(process, POLITE, grace_seconds, admit=_is_marked)
+            _log.warning("left alone: another scheduler drives it", pid=process.pid)
 
     async def close(self) -> None:
         """End every process of ours, at once, and the thread that started them. Raises RuntimeFault as `stop` does."""
@@ -214,7 +222,7 @@ class RuntimeManager:
             command = engine.command(port.port, endpoint.api_key)
             # The one device that it may see, which it then calls CUDA0; on a host none.
             device = accelerator_id if _kind(accelerator_id) is Kind.GPU else ""
-            own = {"CUDA_VISIBLE_DEVICES": device, MARK: resident_id}
+            own = {"CUDA_VISIBLE_DEVICES": device, MARK: resident_id, SCHEDULER_MARK: _written(_ourselves())}
             command = Command(command.argv, {**self._inherited, **own, **command.environment})
             child = await self._spawner.spawn(command, self._folder, log)
             undo.pop_all()
@@ -303,8 +311,31 @@ def _lost_connection(error: BaseException | None) -> bool:
     return isinstance(error, RuntimeFault) and error.detail == checks.NO_ANSWER
 
 
-def _is_marked(process: ProcessIdentity) -> bool:
-    environment = procfs.read_process_file(process.pid, "environ")
-    return environment is not None and any(
-        variable.startswith(f"{MARK}=".encode()) for variable in environment.split(b"\0")
-    )
+def _is_orphan(process: ProcessIdentity) -> bool:
+    return MARK in _environment(process) and _has_no_other_scheduler(process)
+
+
+def _has_no_other_scheduler(process: ProcessIdentity) -> bool:
+    """Whether the scheduler that started it is gone, or is this one; without a mark nobody claims it."""
+    scheduler = _environment(process).get(SCHEDULER_MARK)
+    if scheduler is None or scheduler == _written(_ourselves()):
+        return True
+    known = procfs.identity(int(pid)) if (pid := scheduler.partition(":")[0]).isdecimal() else None
+    return known is None or _written(known) != scheduler or not procfs.is_alive(known)
+
+
+def _environment(process: ProcessIdentity) -> dict[str, str]:
+    """What it was started with; empty when it is gone or not ours to look at."""
+    environment = procfs.read_process_file(process.pid, "environ") or b""
+    variables = (variable.partition("=") for variable in environment.decode(errors="replace").split("\0"))
+    return {name: value for name, _, value in variables}
+
+
+def _ourselves() -> ProcessIdentity:
+    known = procfs.identity(os.getpid())
+    assert known is not None
+    return known
+
+
+def _written(process: ProcessIdentity) -> str:
+    return f"{process.pid}:{process.start_ticks}:{process.boot_id}"

@@ -17,7 +17,7 @@ import pytest
 
 from gpuledger.adapters import procfs
 from gpuledger.adapters.runtimes.config import ReferenceConfig
-from gpuledger.adapters.runtimes.manager import MARK, RuntimeManager
+from gpuledger.adapters.runtimes.manager import MARK, SCHEDULER_MARK, RuntimeManager
 from gpuledger.adapters.runtimes.process import AT_ONCE, end_tree
 from gpuledger.domain.failures import Failure
 from gpuledger.domain.ports import ProcessIdentity, RuntimeFault
@@ -312,6 +312,27 @@ async def test_an_orphan_of_an_earlier_run_is_ended(tmp_path: Path) -> None:
         await runtimes.end_orphan(earlier.process, 30)
         assert not procfs.is_alive(earlier.process)
         await runtimes.end_orphan(earlier.process, 30)
+
+
+async def test_what_another_living_scheduler_drives_is_left_alone(tmp_path: Path) -> None:
+    """A copy of a ledger names the processes of the original, which runs."""
+    scheduler = await asyncio.create_subprocess_exec("sleep", "600")
+    original = procfs.identity(scheduler.pid)
+    assert original is not None
+    mark = f"{original.pid}:{original.start_ticks}:{original.boot_id}"
+    runtime = await asyncio.create_subprocess_exec(
+        "sleep", "600", env={MARK: "r", SCHEDULER_MARK: mark}, start_new_session=True
+    )
+    driven = procfs.identity(runtime.pid)
+    assert driven is not None
+    async with opened(tmp_path, task="chat") as runtimes:
+        await runtimes.end_orphan(driven, 30)
+        assert procfs.is_alive(driven)
+        scheduler.kill()
+        await scheduler.wait()
+        await runtimes.end_orphan(driven, 30)
+        await runtime.wait()
+        assert not procfs.is_alive(driven)
 
 
 @pytest.mark.parametrize("marked", [True, False])

@@ -229,10 +229,14 @@ class RuntimeFault(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a resident answers, and the secret that makes it answer nobody but the gateway."""
+    """Where a resident answers, and the secret that makes it answer nobody but the gateway.
+
+    `blames_request`: words in the message of a 5xx of this runtime by which it means the request, not itself.
+    """
 
     base_url: str
     api_key: str = field(repr=False)
+    blames_request: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

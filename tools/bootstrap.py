@@ -13,6 +13,7 @@ from typing import Final
 
 from gpuledger.adapters.clock import LedgerClock
 from gpuledger.adapters.http.auth import Client, Clients
+from gpuledger.adapters.http.gateway import Service
 from gpuledger.adapters.http.ports import Operation
 from gpuledger.adapters.ledger.sqlite import SqliteLedger
 from gpuledger.adapters.runtimes.config import RuntimeConfig, Task
@@ -98,13 +99,20 @@ _OPERATIONS: Final[Mapping[Task, frozenset[Operation]]] = {
 }
 
 
-def operations_of(config: Config) -> Mapping[str, frozenset[Operation]]:
-    """Every capability that clients can ask for, those that something serves at rank 0, and what it does."""
-    return {
-        entry.capability: _OPERATIONS[config.runtimes[entry.id].task]
-        for entry in config.document.deployments
-        if entry.fallback_rank == 0
-    }
+def services_of(config: Config) -> Mapping[str, Service]:
+    """Every capability that clients can ask for, those that something serves at rank 0, and what it does.
+
+    Deployments of one rank are interchangeable: what one of them does not take, the capability does not.
+    """
+    services: dict[str, Service] = {}
+    for entry in config.document.deployments:
+        if entry.fallback_rank != 0:
+            continue
+        runtime = config.runtimes[entry.id]
+        known = services.get(entry.capability)
+        limit = runtime.max_inputs if known is None else min(known.max_inputs, runtime.max_inputs)
+        services[entry.capability] = Service(_OPERATIONS[runtime.task], limit)
+    return services
 
 
 def configuration_of(config: Config, parts: Parts) -> Configuration:

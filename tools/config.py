@@ -305,6 +305,11 @@ def _policy(tree: Json, problems: list[Problem]) -> Policy | None:
         return None
     base = policy_document(Policy())
     changed = {key: value for key, value in overrides.items() if base.get(key) != value}
+    if changed and overrides.get("revision") == base["revision"]:
+        where = at("config", "policy", "revision")
+        told = f"{base['revision']} is the policy of this release, and other keys differ from it"
+        problems.append(Problem(where, f"{told}: leave it out, or name another"))
+        return None
     if changed and "revision" not in overrides:
         digest = hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()
         changed["revision"] = f"{base['revision']}+{digest[:8]}"

@@ -94,7 +94,7 @@ _RUNTIME: Final = {
 _LLAMA: Final = {
     **_RUNTIME,
     "parallel": "The concurrency of the deployment, which it is when absent.",
-    "max_inputs": "Texts of one embeddings request that it is measured with; each costs memory.",
+    "max_inputs": "Texts of one embeddings request, or prompts of one completion, at most; measured with as many.",
     "gpu_layers": "Layers on the GPU. 0 where `kind` is host, at least 1 or `all` where it is gpu.",
     "mmap": "Map the weights instead of reading them. The sample counts mapped pages all the same.",
     "flash_attention": "llama.cpp's `--flash-attn`.",

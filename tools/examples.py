@@ -151,7 +151,7 @@ ledger: ledger.db
 listen: 127.0.0.1:8910
 node: {{id: local, labels: {{}}}}
 accelerators: {{host: true, nvml: auto}}
-policy: {{revision: m10-v1}}
+policy: {{}}  # the policy m10-v1; every key that is set here makes it another
 
 # Tokens are in demo.token and indexer.token beside this file; only their hashes are here.
 clients:

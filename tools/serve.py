@@ -28,7 +28,7 @@ from gpuledger.adapters.http.ports import Cause
 from gpuledger.adapters.http.relay import http_client
 from gpuledger.domain.world import World
 
-from .bootstrap import Parts, clients_of, operations_of, request_key
+from .bootstrap import Parts, clients_of, request_key, services_of
 from .config import Config
 from .envelopes import Unmeasured, places
 from .running import Haste, PartEnded, Running
@@ -152,7 +152,7 @@ class Server:
     def _application(self, http: httpx.AsyncClient) -> FastAPI:
         document, running = self._config.document, self._running
         settings = Settings(
-            capabilities=operations_of(self._config),
+            capabilities=services_of(self._config),
             max_body_bytes=document.max_body_bytes,
             key=request_key(self._config.state_dir),
         )

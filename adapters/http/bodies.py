@@ -16,14 +16,15 @@ from .ports import Operation
 
 #: Deeper than any schema of a tool, and far from where a parser runs out of stack.
 MAX_DEPTH: Final = 64
-#: Inputs of one embeddings request, and prompts of one completion: what OpenAI allows.
-MAX_INPUTS: Final = 2048
 MAX_MODEL_CHARACTERS: Final = 200
 READ_TIMEOUT_SECONDS: Final = 60.0
 #: So many times the limit is read of a body that is too long, before its connection is cut.
 DISCARD_FACTOR: Final = 16
 
 Document: TypeAlias = dict[str, Json]
+
+#: Where an operation takes a text or a list of them.
+_TEXTS: Final[Mapping[Operation, str]] = {"embeddings": "input", "completion": "prompt"}
 
 
 async def read_body(request: Request, limit_bytes: int) -> bytes:
@@ -99,6 +100,14 @@ def parse(body: bytes, operation: Operation) -> Document:
     return document
 
 
+def check_inputs(document: Document, operation: Operation, limit: int) -> None:
+    """No more texts, or prompts, than the envelope was measured with: each costs memory. Raises ApiError."""
+    name = _TEXTS.get(operation)
+    value = None if name is None else document[name]
+    if isinstance(value, list) and not _are_tokens(value) and len(value) > limit:
+        raise bad_request(f"{name} has {len(value)} entries, and {document['model']} takes {limit} at once", name)
+
+
 def wants_stream(document: Mapping[str, Json], operation: Operation) -> bool:
     return operation != "embeddings" and document.get("stream") is True
 
@@ -136,8 +145,6 @@ def _check_texts(document: Document, name: str) -> None:
         raise bad_request(f"{name} must be a text or a list, and not empty", name)
     if _are_tokens(value):
         return
-    if len(value) > MAX_INPUTS:
-        raise bad_request(f"{name} has {len(value)} entries, more than {MAX_INPUTS}", name)
     texts = all(isinstance(one, str) and one for one in value)
     if not texts and not all(isinstance(one, list) and one and _are_tokens(one) for one in value):
         raise bad_request(f"{name} must hold texts, or lists of token ids, and none that is empty", name)

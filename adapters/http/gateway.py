@@ -20,7 +20,7 @@ import orjson
 from fastapi import FastAPI, Request, Response
 
 from .auth import Client, Clients
-from .bodies import parse, read_body, wants_stream
+from .bodies import check_inputs, parse, read_body, wants_stream
 from .openai_errors import (
     CLIENT_CLOSED,
     ApiError,
@@ -48,13 +48,21 @@ class GatewayTally(Tally, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Service:
+    """What a capability does, and how many inputs of one request its envelope was measured with."""
+
+    operations: frozenset[Operation]
+    max_inputs: int
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """What the gateway is configured with: capabilities and what each of them does.
 
     `key` authenticates the content of requests that clients name.
     """
 
-    capabilities: Mapping[str, frozenset[Operation]]
+    capabilities: Mapping[str, Service]
     max_body_bytes: int
     key: bytes = field(repr=False)
 
@@ -120,6 +128,7 @@ class Gateway:
             document = parse(body, operation)
             capability = self._check_allowed(client, str(document["model"]))
             self._check_serves(capability, operation)
+            check_inputs(document, operation, self._settings.capabilities[capability].max_inputs)
             question = self._question(request, client, capability, operation, body)
         except ApiError as error:
             self._tally.answered(client, capability, error)
@@ -170,12 +179,13 @@ class Gateway:
 
     def client_of(self, request: Request) -> Client:
         """Who asks. Raises ApiError."""
-        client = self._clients.by_authorization(request.headers.get("authorization"))
+        given = request.headers.get("authorization")
+        client = self._clients.by_authorization(given)
         if client is None:
             error = ApiError(
                 401,
                 "invalid_api_key",
-                "a bearer token of a client is needed",
+                "a bearer token of a client is needed" if given is None else "no client has this bearer token",
                 headers={"WWW-Authenticate": "Bearer"},
             )
             self._tally.answered(None, None, error)
@@ -190,7 +200,7 @@ class Gateway:
         return name
 
     def _check_serves(self, capability: str, operation: Operation) -> None:
-        if operation not in self._settings.capabilities[capability]:
+        if operation not in self._settings.capabilities[capability].operations:
             raise bad_request(f"{capability} does not serve {PATHS[operation]}", "model", "operation_not_supported")
 
 

@@ -19,7 +19,7 @@ from fastapi import Response
 from gpuledger.domain.candidates import Refusal
 from gpuledger.domain.explain import describe, size
 from gpuledger.domain.failures import Failure
-from gpuledger.domain.reasons import Reason, waiting_helps
+from gpuledger.domain.reasons import Reason, eviction_helps, waiting_helps
 from gpuledger.domain.units import MICROS_PER_SECOND, ceil_div, parse_instant
 
 from .ports import Cause, Lost, PlanFacts, Refused, Repeated
@@ -231,18 +231,22 @@ def status_of(reason: Reason) -> int:
 
 
 def _message(reason: Reason, detail: str, plan: PlanFacts | None, capability: str) -> str:
-    """`rag.embedding@1 needs 1.3 GiB on host:local; 0.4 GiB is schedulable: others hold 21.0 GiB (...)`."""
+    """`rag.embedding@1 is refused on host:local, where 0.4 GiB is schedulable: others hold 21.0 GiB, needs 1.3 GiB`."""
     document: Mapping[str, Any] = {} if plan is None else plan.document
     figures = document.get("figures", {}).get(reason.value, {})
     why = describe(Refusal(reason, figures)) if figures else _WORDS_WITHOUT_FIGURES.get(reason, reason.value)
     waited = " after waiting as long as it may" if detail == "max_queue_seconds" else ""
     accounting = document.get("accounting")
-    requirement = document.get("requirement_bytes")
-    if accounting is None or requirement is None or status_of(reason) != 429:
+    if accounting is None or not _is_of_memory(reason):
         return f"{capability} is refused{waited}: {why}"
-    schedulable = size(accounting["schedulable_bytes"])
-    place = document.get("accelerator_id")
-    return f"{capability} needs {size(requirement)} on {place}; {schedulable} is schedulable{waited}: {why}"
+    room = f"on {document.get('accelerator_id')}, where {size(accounting['schedulable_bytes'])} is schedulable"
+    return f"{capability} is refused{waited} {room}: {why}"
+
+
+def _is_of_memory(reason: Reason) -> bool:
+    """Whether room is what was short: then the message says how much there is."""
+    never = (Reason.EXTERNAL_GPU_PRESSURE, Reason.INSUFFICIENT_SCHEDULABLE_VRAM)
+    return reason in never or eviction_helps(reason)
 
 
 _WORDS_WITHOUT_FIGURES: Final[Mapping[Reason, str]] = {

@@ -32,6 +32,8 @@ Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 
+#: Of an error only so much is looked at: a message.
+MAX_COMPLAINT_BYTES: Final = 64 * 1024
 #: What a runtime may answer at once. A batch of 2,048 embeddings of 4,096 floats is about 180 MB of text.
 MAX_ANSWER_BYTES: Final = 512 * 1024 * 1024
 CONNECT_TIMEOUT_SECONDS: Final = 5.0
@@ -282,13 +284,33 @@ class Attempt:
         }
         url = endpoint.base_url + PATHS[self._work.operation]
         async with self._http.stream("POST", url, content=self._work.body, headers=headers) as answer:
-            if answer.status_code >= 500 or answer.status_code in NOT_FOR_CLIENTS:
+            if answer.status_code >= 500:
+                await self._relay_fault(answer)
+                return
+            if answer.status_code in NOT_FOR_CLIENTS:
                 raise UpstreamError(answer.status_code)
             kind = answer.headers.get("content-type", "application/json")
             if self._work.stream and kind.startswith("text/event-stream"):
                 await self._relay_events(answer, kind)
             else:
                 await self._take_whole(answer, kind)
+
+    async def _relay_fault(self, answer: httpx.Response) -> None:
+        """A 5xx is the runtime's fault, unless it says in its own words that the request is to blame."""
+        body = await _at_most(answer, MAX_COMPLAINT_BYTES)
+        told = complaint(body)
+        if not any(words in told for words in self._granted.endpoint.blames_request):
+            raise UpstreamError(answer.status_code)
+        self._take_complaint(400, told)
+
+    def _take_complaint(self, status: int, told: str) -> None:
+        """The request is to blame, in the words of the runtime."""
+        error = ApiError(status, "invalid_request", told, request_id=self._granted.request_id)
+        self._take(status, "application/json", orjson.dumps(error.document()))
+
+    def _take(self, status: int, kind: str, body: bytes) -> None:
+        self._progress.status, self._progress.sent_bytes = status, len(body)
+        self._progress.whole = _Whole(status, kind, body)
 
     async def _relay_events(self, answer: httpx.Response, kind: str) -> None:
         """The client's answer begins with the first event: until then it can still be refused, or served elsewhere."""
@@ -312,14 +334,9 @@ class Attempt:
             chunks.append(chunk)
         body = b"".join(chunks)
         if answer.status_code >= 400:
-            error = ApiError(
-                answer.status_code, "invalid_request", complaint(body), request_id=self._granted.request_id
-            )
-            kind, body = "application/json", orjson.dumps(error.document())
+            self._take_complaint(answer.status_code, complaint(body))
         else:
-            body = named(body, self._work.capability, self._progress.usage)
-        self._progress.status, self._progress.sent_bytes = answer.status_code, len(body)
-        self._progress.whole = _Whole(answer.status_code, kind, body)
+            self._take(answer.status_code, kind, named(body, self._work.capability, self._progress.usage))
 
     # ---- downstream ----------------------------------------------------------------------------------------------
 
@@ -354,6 +371,16 @@ class Attempt:
                 await self._send(message)
         except (OSError, TimeoutError) as error:
             raise _ClientWentAway from error
+
+
+async def _at_most(answer: httpx.Response, limit_bytes: int) -> bytes:
+    """The first bytes of an answer."""
+    body = b""
+    async for chunk in answer.aiter_raw():
+        body += chunk
+        if len(body) >= limit_bytes:
+            break
+    return body[:limit_bytes]
 
 
 class _ClientWentAway(Exception):

@@ -29,6 +29,11 @@ class Engine(Protocol):
         """The kinds of accelerator it runs on in this configuration: nothing falls back to another."""
         ...
 
+    @property
+    def blames_request(self) -> tuple[str, ...]:
+        """Words in the message of a 5xx by which it means the request (`Endpoint`)."""
+        ...
+
     def command(self, port: int, api_key: str) -> Command:
         """How to start it. The key is in the environment, never in the arguments. Raises RuntimeFault."""
         ...

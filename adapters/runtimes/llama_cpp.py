@@ -82,6 +82,11 @@ class LlamaCpp:
     def kinds(self) -> frozenset[Kind]:
         return frozenset((Kind.HOST if self._config.gpu_layers == 0 else Kind.GPU,))
 
+    @property
+    def blames_request(self) -> tuple[str, ...]:
+        """A text longer than the micro-batch of an embedding model: llama.cpp answers 500, as if it had failed."""
+        return ("is too large to process",)
+
     def facts(self) -> RuntimeFacts:
         artifact = self._artifacts.inspect(self._config.model)
         if self._config.sha256 not in (None, artifact.sha256):

@@ -218,7 +218,7 @@ class RuntimeManager:
         with ExitStack() as undo:
             port = undo.enter_context(closing(PortReservation()))
             log = undo.enter_context(closing(self._log(deployment_id, accelerator_id)))
-            endpoint = Endpoint(f"http://{LOOPBACK}:{port.port}", secrets.token_urlsafe(32))
+            endpoint = Endpoint(f"http://{LOOPBACK}:{port.port}", secrets.token_urlsafe(32), engine.blames_request)
             command = engine.command(port.port, endpoint.api_key)
             # The one device that it may see, which it then calls CUDA0; on a host none.
             device = accelerator_id if _kind(accelerator_id) is Kind.GPU else ""

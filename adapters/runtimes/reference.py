@@ -36,6 +36,11 @@ class Reference:
     def kinds(self) -> frozenset[Kind]:
         return frozenset(Kind)
 
+    @property
+    def blames_request(self) -> tuple[str, ...]:
+        """It answers 4xx itself."""
+        return ()
+
     def facts(self) -> RuntimeFacts:
         """Times and faults shape no memory."""
         shape = self._config.model_dump(mode="json", include=SHAPES_MEMORY)

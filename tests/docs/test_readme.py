@@ -117,7 +117,7 @@ def short_of_memory(folder: Path) -> None:
     text = config.read_text("utf-8")
     for old, new in (
         ("host: true, nvml: auto", f"host: {{memory_limit_bytes: {limit}}}, nvml: false"),
-        ("revision: m10-v1", "reserve_floor_bytes: 16MiB, reserve_ratio_bp: 0, runtime_margin_bytes: 0"),
+        ("policy: {", "policy: {reserve_floor_bytes: 16MiB, reserve_ratio_bp: 0, runtime_margin_bytes: 0"),
     ):
         assert old in text
         text = text.replace(old, new)

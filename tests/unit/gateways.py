@@ -14,7 +14,7 @@ import httpx
 
 from gpuledger.adapters.http.app import application
 from gpuledger.adapters.http.auth import Client, Clients
-from gpuledger.adapters.http.gateway import Gateway, Settings
+from gpuledger.adapters.http.gateway import Gateway, Service, Settings
 from gpuledger.adapters.http.metrics import Metrics
 from gpuledger.adapters.http.ports import (
     Condition,
@@ -30,6 +30,8 @@ from gpuledger.domain.policy import Priority
 from gpuledger.domain.ports import Endpoint
 from gpuledger.domain.world import World
 
+MAX_INPUTS = 4
+RUNTIME = Endpoint("http://runtime", "key", ("is too large to process",))
 TOKEN = "token-of-the-app"
 NOW = 1_796_000_000_000_000
 
@@ -77,7 +79,15 @@ class FakeDesk:
 def granted(number: int = 1) -> Granted:
     plan = PlanFacts("ab" * 32, {"verdict": "ADMIT"})
     lost: asyncio.Future[Lost] = asyncio.get_running_loop().create_future()
-    return Granted("req-1", f"lease-{number}", Endpoint("http://runtime", "key"), "warm", 3, plan, lost)
+    return Granted(
+        "req-1",
+        f"lease-{number}",
+        RUNTIME,
+        "warm",
+        3,
+        plan,
+        lost,
+    )
 
 
 class Upstream(httpx.AsyncByteStream):
@@ -133,7 +143,12 @@ async def door(runtime: Runtime = echo, *, open_metrics: bool = True) -> AsyncGe
 
     clients = Clients([Client("app", sha256(TOKEN.encode()).hexdigest(), Priority.INTERACTIVE, False, None)])
     settings = Settings(
-        {"emb@1": frozenset({"embeddings"}), "chat@1": frozenset({"chat", "completion"})}, 100_000, b"k" * 32
+        {
+            "emb@1": Service(frozenset({"embeddings"}), MAX_INPUTS),
+            "chat@1": Service(frozenset({"chat", "completion"}), MAX_INPUTS),
+        },
+        100_000,
+        b"k" * 32,
     )
     metrics = Metrics(desk)
     async with httpx.AsyncClient(transport=httpx.MockTransport(handle)) as upstream:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from gpuledger.adapters.http.gateway import Service
 from gpuledger.adapters.runtimes.config import LlamaCppConfig, ReferenceConfig, Task
 from gpuledger.domain import documents
 from gpuledger.domain.document_problems import DocumentError
@@ -16,7 +17,7 @@ from gpuledger.domain.policy import Policy, Priority
 from gpuledger.domain.state import Kind
 from gpuledger.domain.units import GIB, MIB
 from gpuledger.tools import examples
-from gpuledger.tools.bootstrap import clients_of, operations_of, request_key
+from gpuledger.tools.bootstrap import clients_of, request_key, services_of
 from gpuledger.tools.config import Config, HostEntry, config_of, load_config
 from gpuledger.tools.reading import parse_yaml
 
@@ -56,9 +57,9 @@ class TestWhole:
         assert config.policy == Policy()
         assert isinstance(config.runtimes["minilm"], LlamaCppConfig)
         assert config.runtimes["minilm"].model == Path("/etc/gpuledger/models/all-minilm-l6-v2.f16.gguf")
-        assert operations_of(config) == {
-            "rag.embedding@1": {"embeddings"},
-            "chat.tiny@1": {"chat", "completion"},
+        assert services_of(config) == {
+            "rag.embedding@1": Service(frozenset({"embeddings"}), 256),
+            "chat.tiny@1": Service(frozenset({"chat", "completion"}), 256),
         }
 
     def test_what_is_left_out_has_its_default(self) -> None:
@@ -112,6 +113,11 @@ class TestPolicy:
         assert read(policy={"max_replans": 4}).policy == one
         assert read(policy={"max_replans": 4, "revision": "mine-1"}).policy.revision == "mine-1"
         assert read(policy={"max_replans": 5}).policy == Policy()
+
+    def test_one_that_differs_does_not_go_by_the_name_of_this_release(self) -> None:
+        assert read(policy={"revision": "m10-v1"}).policy == Policy()
+        (problem,) = problems(policy={"revision": "m10-v1", "recovery_seconds": 5})
+        assert problem.startswith("config.policy.revision: m10-v1 is the policy of this release")
 
     def test_its_rules_are_those_of_every_policy(self) -> None:
         assert problems(policy={"sample_interval_seconds": 20, "max_replan": 1}) == [

@@ -105,10 +105,23 @@ class TestWhole:
         (ending,) = gate.desk.ended
         assert (ending.status, ending.failure) == (400, None)
 
+    async def test_a_500_by_which_the_runtime_blames_the_request_is_the_clients(self) -> None:
+        """llama.cpp says so of a text that is longer than its micro-batch."""
+        told = "input (3002 tokens) is too large to process. increase the physical batch size"
+
+        async def complain(_: httpx.Request) -> httpx.Response:
+            return answer_of(500, {"error": {"code": 500, "message": told, "type": "server_error"}})
+
+        async with door(complain) as gate:
+            answer = await gate.http.post("/v1/embeddings", json=EMBED)
+        assert (answer.status_code, answer.json()["error"]["message"]) == (400, told)
+        (ending,) = gate.desk.ended
+        assert (ending.status, ending.failure) == (400, None)
+
     @pytest.mark.parametrize("status", [401, 404, 500, 503])
     async def test_what_is_between_us_and_the_runtime_is_its_failure(self, status: int) -> None:
         async def fail(_: httpx.Request) -> httpx.Response:
-            return httpx.Response(status, json={"error": {"message": "secret of the runtime"}})
+            return answer_of(status, {"error": {"message": "secret of the runtime"}})
 
         async with door(fail) as gate:
             answer = await gate.http.post("/v1/embeddings", json=EMBED)

@@ -25,7 +25,7 @@ from gpuledger.domain.failures import Failure
 from gpuledger.domain.policy import Priority
 from gpuledger.domain.reasons import Reason, waiting_helps
 from gpuledger.domain.units import GIB, MIB, format_instant
-from tests.unit.gateways import NOW, Visitor, door
+from tests.unit.gateways import MAX_INPUTS, NOW, Visitor, door
 
 pytestmark = pytest.mark.anyio
 
@@ -138,6 +138,17 @@ class TestBodies:
             assert len(body) <= LIMIT
             assert (await post(gate.http, body)).status_code == 200
 
+    async def test_as_many_inputs_as_the_envelope_was_measured_with(self) -> None:
+        async with door() as gate:
+            answer = await gate.http.post("/v1/embeddings", json={**EMBED, "input": ["a"] * MAX_INPUTS})
+            tokens = await gate.http.post("/v1/embeddings", json={**EMBED, "input": [7] * (MAX_INPUTS + 1)})
+            more = await gate.http.post("/v1/embeddings", json={**EMBED, "input": ["a"] * (MAX_INPUTS + 1)})
+            prompts = {"model": "chat@1", "prompt": ["a"] * (MAX_INPUTS + 1)}
+            completion = await gate.http.post("/v1/completions", json=prompts)
+        assert (answer.status_code, tokens.status_code) == (200, 200)
+        assert (more.status_code, completion.status_code) == (400, 400)
+        assert more.json()["error"]["message"] == "input has 5 entries, and emb@1 takes 4 at once"
+
     @pytest.mark.parametrize("announced", [True, False])
     async def test_one_that_is_longer(self, announced: bool) -> None:
         body = json.dumps({**EMBED, "input": "x" * (3 * LIMIT)}).encode()
@@ -193,7 +204,6 @@ class TestBodies:
             ({"model": "m", "input": [True]}, "input"),
             ({"model": "m", "input": [-1]}, "input"),
             ({"model": "m", "input": {"a": 1}}, "input"),
-            ({"model": "m", "input": ["a"] * 2049}, "input"),
             ({"model": "m" * 201, "input": "a"}, "model"),
             ({"model": "", "input": "a"}, "model"),
             ({"model": "m", "input": "a", "stream": 1}, "stream"),
@@ -240,7 +250,7 @@ class TestRefusals:
     def test_what_is_short_is_said_with_figures(self) -> None:
         error = refusal_error(refused(Reason.EXTERNAL_GPU_PRESSURE), "rag.embedding@1", NOW)
         assert error.message == (
-            "rag.embedding@1 needs 1.3 GiB on host:local; 410.0 MiB is schedulable: "
+            "rag.embedding@1 is refused on host:local, where 410.0 MiB is schedulable: "
             "others hold 21.0 GiB (pressure HIGH), needs 1.3 GiB"
         )
         body = error.document()["error"]

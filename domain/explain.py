@@ -87,6 +87,8 @@ def describe(refusal: Refusal) -> str:
             return f"no usable sample: {of.newest_sample()}"
         # 6.3
         case Reason.DEADLINE_CANNOT_BE_MET:
+            if of.is_zero("left_ms"):
+                return "its deadline has passed"
             return f"would start in {of.duration('takes_ms')}, the deadline leaves {of.duration('left_ms')}"
         case Reason.EXTERNAL_GPU_PRESSURE:
             return (
@@ -154,6 +156,9 @@ class _Words:
     def duration(self, name: str) -> str:
         value = self.figures.get(name)
         return duration(value) if isinstance(value, int) else "-"
+
+    def is_zero(self, name: str) -> bool:
+        return self.figures.get(name) == 0
 
     def needs(self) -> str:
         return f"needs {self.size('needed_bytes')}, {self.size('schedulable_bytes')} schedulable"

@@ -20,7 +20,7 @@ from .events import (
 )
 from .failures import EMPTY_SHA256, Failure, owner_of
 from .policy import RENEWALS_PER_TTL
-from .state import ResidencyPolicy
+from .state import Lease, ResidencyPolicy
 from .units import seconds
 
 
@@ -74,31 +74,32 @@ def expire_due(draft: Draft) -> tuple[tuple[str, str], ...]:
             continue
         accelerator_id = state.accelerator.accelerator_id
         draft.on_accelerator(accelerator_id, LeaseExpired(lease.lease_id, record.resident_id, draft.now))
-        _record_timeout(draft, state, record)
+        record_failure(draft, lease, record.resident_id, Failure.LEASE_TIMEOUT, "lease_not_renewed")
         end_request_of(draft, lease.request_id, Failure.LEASE_TIMEOUT, "lease_not_renewed")
         drained.append((accelerator_id, record.resident_id))
     return tuple(drained)
 
 
-def _record_timeout(draft: Draft, state: AcceleratorState, record: LeaseRecord) -> None:
-    deployment = draft.world.deployments.get(record.lease.deployment_id)
+def record_failure(draft: Draft, lease: Lease, resident_id: str, failure: Failure, detail: str) -> None:
+    """A failure of the work under a lease; its evidence is the events before it (semantics.md 8)."""
+    deployment = draft.world.deployments.get(lease.deployment_id)
     if deployment is None:
         return
     draft.emit(
         stream_name(StreamKind.CAPABILITY, deployment.spec.capability),
         FailureRecorded(
             capability=deployment.spec.capability,
-            failure=Failure.LEASE_TIMEOUT,
-            owner=owner_of(Failure.LEASE_TIMEOUT),
-            deployment_id=record.lease.deployment_id,
-            accelerator_id=state.accelerator.accelerator_id,
-            resident_id=record.resident_id,
-            request_id=record.lease.request_id,
+            failure=failure,
+            owner=owner_of(failure),
+            deployment_id=lease.deployment_id,
+            accelerator_id=lease.accelerator_id,
+            resident_id=resident_id,
+            request_id=lease.request_id,
             recorded_at=draft.now,
             attempt=1,
             limit=1,
             evidence_sha256=EMPTY_SHA256,
-            detail="lease_not_renewed",
+            detail=detail,
         ),
     )
 

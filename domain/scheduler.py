@@ -32,7 +32,7 @@ from .events import (
     stream_name,
 )
 from .grants import decide, refuse
-from .leases import active_on, cancel_request, expire_due, release, renew
+from .leases import active_on, cancel_request, expire_due, record_failure, release, renew
 from .messages import (
     Agenda,
     ClientGone,
@@ -182,6 +182,8 @@ class Scheduler:
             effects.extend(_of_resident(world, state, record))
             busy = busy or record.resident.state not in (ResidentState.READY, ResidentState.SLEEPING)
         effects.extend(_forwards(world, now))
+        # A total that changed is believed when it stays (sampling.py): until then the accelerator takes no work.
+        busy = busy or any(state.changed_total is not None for state in world.accelerators.values())
         interval = LOADING_SAMPLE_INTERVAL_SECONDS if busy else world.policy.sample_interval_seconds
         node = world.nodes.get(self._node_id)
         return Agenda(
@@ -231,6 +233,8 @@ def _work_ended(draft: Draft, ended: WorkEnded) -> None:
     if ended.failure is not None:
         failed = RequestFailed(ended.request_id, draft.now, None, ended.failure, ended.detail)
         draft.on_request(ended.request_id, failed)
+        if record is not None:
+            record_failure(draft, record.lease, record.resident_id, ended.failure, ended.detail)
         return
     draft.on_request(ended.request_id, _completed(draft, request, ended))
 

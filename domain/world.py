@@ -228,7 +228,17 @@ def _apply_to_node(
             node = replace(known or NodeState(data.node_id), draining_for_shutdown=True)
         case _:
             assert_never(data)
-    return replace(world, nodes={**world.nodes, data.node_id: node})
+    world = replace(world, nodes={**world.nodes, data.node_id: node})
+    return _unseen(world, data.node_id) if isinstance(data, SchedulerStarted) else world
+
+
+def _unseen(world: World, node_id: str) -> World:
+    """A scheduler that starts has seen nothing yet: not how much there is now, nor what others took meanwhile."""
+    changed = {
+        key: accelerators.forget_sample(state) if state.node_id == node_id else state
+        for key, state in world.accelerators.items()
+    }
+    return replace(world, accelerators=changed)
 
 
 def _apply_to_deployment(

@@ -251,6 +251,11 @@ def _seen(record: ResidentRecord, seen: SampledResident) -> ResidentRecord:
     return replace(record, resident=resident, alive=seen.alive, eviction=eviction)
 
 
+def forget_sample(state: AcceleratorState) -> AcceleratorState:
+    """Before the first sample of a run of the scheduler. The level of pressure stands; its evidence ages by itself."""
+    return replace(state, sample=None, missed=None, invalid=None, changed_total=None)
+
+
 # ---- one function per event -------------------------------------------------------------------------------------
 
 

@@ -24,9 +24,11 @@ from gpuledger.domain.events import (
     ResidentEvicted,
     ResidentFailed,
     ResidentLoadStarted,
+    SchedulerStarted,
     SchedulerStopped,
 )
 from gpuledger.domain.failures import Failure
+from gpuledger.domain.messages import WorkEnded
 from gpuledger.domain.policy import Policy, Priority
 from gpuledger.domain.ports import NodeReading, TelemetryFault
 from gpuledger.domain.reasons import Reason, Verdict
@@ -409,6 +411,30 @@ def test_a_driver_error_leaves_nothing_known_and_recovery_is_noticed() -> None:
     assert completed(served)
 
 
+def test_work_that_failed_is_a_failure_of_its_capability() -> None:
+    shell = started(SMALL)
+    shell.work_ms = lambda _: 10_000
+    shell.ask("r1", "small@1")
+    shell.run_for(5)
+    broken = WorkEnded("r1", 503, 10, 0, None, None, Failure.INVALID_OUTPUT, "http_status_500", client_gone=False)
+    shell.feed(broken)
+    (recorded,) = events_of(shell, FailureRecorded)
+    assert (recorded.failure, recorded.request_id) == (Failure.INVALID_OUTPUT, "r1")
+    assert failed(shell.outcomes["r1"]).failure is Failure.INVALID_OUTPUT
+
+
+def test_a_total_that_stays_changed_is_taken_up_within_seconds() -> None:
+    shell = started(SMALL)
+    shell.cards[0].total_bytes = 16 * GIB
+    shell.sample()
+    assert shell.world.accelerators["GPU-0"].accelerator.total_bytes == 24 * GIB
+    shell.run_for(3)
+    assert shell.world.accelerators["GPU-0"].accelerator.total_bytes == 16 * GIB
+    served = shell.ask("r1", "small@1")
+    shell.run_for(10)
+    assert completed(served)
+
+
 # ---- start and stop ---------------------------------------------------------------------------------------------
 
 
@@ -448,6 +474,9 @@ def test_after_a_crash_nothing_of_the_earlier_run_is_live() -> None:
     again = VirtualShell(shell.ledger, (SMALL,), (Card("GPU-0", 24 * GIB),), now=shell.now + seconds(1))
     again.start()
     assert not list(again.world.leases())
+    started_at = next(n for n, e in enumerate(again.recorded) if isinstance(e.data, SchedulerStarted))
+    before = fold(World(), again.ledger.read(0, again.recorded[started_at].seq))
+    assert before.accelerators["GPU-0"].sample is None, "a new run has seen nothing yet"
     assert not again.world.requests
     again.run_for(10)
     assert not list(again.world.residents())

@@ -10,23 +10,43 @@ import errno
 import io
 import os
 import sys
-from typing import Final
+from importlib import metadata
+from typing import Annotated, Final
 
 import typer
 
 from gpuledger.domain.document_problems import DocumentError
+from gpuledger.domain.planner import PLANNER_VERSION
 
 from . import bench_cli, inspect_cli, ledger_cli, plan_cli, profile_cli, replay_cli, serve_cli
 from .ledger_target import abandon_output
 from .reading import reason_of
 
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"gpuledger {metadata.version('gpuledger')} ({PLANNER_VERSION})")
+        raise typer.Exit
+
+
 app = typer.Typer(
-    help="A scheduler for the memory of GPUs, with a ledger that proves its decisions.",
+    help="A scheduler for the memory of GPUs, with a ledger from which every decision can be made again.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Options of `gpuledger` itself."""
+    del version  # its callback has answered
+
 
 plan_cli.register(app)
 ledger_cli.register(app)

@@ -7,7 +7,7 @@ one does not have (an admission is kept without the evidence about others) is no
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -112,12 +112,19 @@ def _waiting_line(waiting: Document) -> Text:
     return Text(line)
 
 
+#: Columns of ids that are asked about next, by `explain` or `replay --plan`.
+COPIED: Final = frozenset({"plan", "request", "lease"})
+
+
 def table_of(title: str, *columns: str) -> Table:
-    """A table; a column whose name begins with `#` is of numbers."""
+    """A table; a column whose name begins with `#` is of numbers. Ids that people copy are the last to be folded."""
     table = Table(title=Text(title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         number = column.startswith("#")
-        table.add_column(column.removeprefix("#"), justify="right" if number else "left", overflow="fold")
+        copied = column in COPIED
+        table.add_column(
+            column.removeprefix("#"), justify="right" if number else "left", overflow="fold", no_wrap=copied
+        )
     return table
 
 

@@ -21,7 +21,7 @@ from gpuledger.domain.policy import Pressure
 from gpuledger.domain.queue import waiting
 from gpuledger.domain.reasons import Reason
 from gpuledger.domain.residency import kept_until
-from gpuledger.domain.state import Deployment, Lease, ResidentState, WaitingFor
+from gpuledger.domain.state import Deployment, Kind, Lease, ResidentState, WaitingFor
 from gpuledger.domain.units import MICROS_PER_MS, format_instant, milliseconds
 from gpuledger.domain.view import View, view_of
 from gpuledger.domain.world import World
@@ -172,7 +172,7 @@ class _Shown:
             "attribution": accounting.attribution.value,
             "pressure": (Pressure.NORMAL if sample is None else sample.pressure).value,
             "pressure_bp": state.pressure_bp if known else None,
-            "foreign_processes": state.foreign_processes if known else None,
+            "foreign_processes": state.foreign_processes if known and accelerator.kind is Kind.GPU else None,
             "sample": None
             if sample is None
             else {

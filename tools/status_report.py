@@ -144,7 +144,7 @@ def _sample(one: Document) -> Text:
 
 
 def _residents(status: Document) -> Table:
-    table = table_of("Residents", "resident", "state", "since", "#size", "last used", "kept", "#running", "process")
+    table = table_of("Residents", "resident", "state", "since", "#size", "last used", "kept", "#reported", "process")
     now = status["now"]
     for one in status["residents"]:
         table.add_row(

@@ -231,7 +231,7 @@ def status_of(reason: Reason) -> int:
 
 
 def _message(reason: Reason, detail: str, plan: PlanFacts | None, capability: str) -> str:
-    """`rag.embedding@1 is refused on host:local, where 0.4 GiB is schedulable: others hold 21.0 GiB, needs 1.3 GiB`."""
+    """`rag.embedding@1 is refused on host:local (0.4 GiB schedulable): others hold 21.0 GiB, needs 1.3 GiB`."""
     document: Mapping[str, Any] = {} if plan is None else plan.document
     figures = document.get("figures", {}).get(reason.value, {})
     why = describe(Refusal(reason, figures)) if figures else _WORDS_WITHOUT_FIGURES.get(reason, reason.value)
@@ -239,7 +239,7 @@ def _message(reason: Reason, detail: str, plan: PlanFacts | None, capability: st
     accounting = document.get("accounting")
     if accounting is None or not _is_of_memory(reason):
         return f"{capability} is refused{waited}: {why}"
-    room = f"on {document.get('accelerator_id')}, where {size(accounting['schedulable_bytes'])} is schedulable"
+    room = f"on {document.get('accelerator_id')} ({size(accounting['schedulable_bytes'])} schedulable)"
     return f"{capability} is refused{waited} {room}: {why}"
 
 

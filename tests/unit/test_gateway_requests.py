@@ -250,7 +250,7 @@ class TestRefusals:
     def test_what_is_short_is_said_with_figures(self) -> None:
         error = refusal_error(refused(Reason.EXTERNAL_GPU_PRESSURE), "rag.embedding@1", NOW)
         assert error.message == (
-            "rag.embedding@1 is refused on host:local, where 410.0 MiB is schedulable: "
+            "rag.embedding@1 is refused on host:local (410.0 MiB schedulable): "
             "others hold 21.0 GiB (pressure HIGH), needs 1.3 GiB"
         )
         body = error.document()["error"]

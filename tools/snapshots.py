@@ -37,7 +37,31 @@ def read_snapshot(snapshot: Snapshot) -> World | None:
     except ValidationError:
         _logger.warning("the snapshot at event %d does not parse: folding without it", snapshot.seq)
         return None
-    return world if world.seq == snapshot.seq else None
+    if world.seq != snapshot.seq or not _agrees_with_itself(world):
+        _logger.warning("the snapshot at event %d contradicts itself: folding without it", snapshot.seq)
+        return None
+    return world
+
+
+def _agrees_with_itself(world: World) -> bool:
+    """Whether everything in it that names something else finds it. (What it says is judged by `gpuledger replay`.)"""
+    if any(node.node_id != node_id for node_id, node in world.nodes.items()):
+        return False
+    if any(known.spec.deployment_id != deployment_id for deployment_id, known in world.deployments.items()):
+        return False
+    for accelerator_id, state in world.accelerators.items():
+        if state.accelerator.accelerator_id != accelerator_id or state.node_id not in world.nodes:
+            return False
+        for resident_id, record in state.residents.items():
+            resident = record.resident
+            if (resident.resident_id, resident.accelerator_id) != (resident_id, accelerator_id):
+                return False
+            if resident.deployment_id not in world.deployments:
+                return False
+        if any(lease.resident_id not in state.residents for lease in state.leases.values()):
+            return False
+    granted = {r.accelerator_id for r in world.requests.values() if r.accelerator_id is not None}
+    return granted <= world.accelerators.keys()
 
 
 def save_world(ledger: Ledger, world: World) -> None:

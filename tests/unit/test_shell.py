@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from dataclasses import replace
 from hashlib import sha256
 from itertools import pairwise
 
@@ -451,6 +453,19 @@ class TestEarlierRun:
         async with shell(ledger=ledger) as served:
             assert (await serve_one(served)).start == "cold"
         assert load_world(ledger, snapshot) == load_world(ledger)
+
+    async def test_a_snapshot_that_contradicts_itself_is_of_no_use(self) -> None:
+        ledger = WatchedLedger()
+        async with shell(ledger=ledger) as served:
+            await serve_one(served)
+        snapshot = ledger.load_snapshot()
+        assert snapshot is not None
+        accelerators = json.loads(snapshot.body)["accelerators"]
+        for told, instead in (('"node_id":"', '"node_id":"no-'), (f'"{next(iter(accelerators))}":{{', '"GPU-9":{')):
+            forged = replace(snapshot, body=snapshot.body.replace(told.encode(), instead.encode(), 1))
+            assert forged.body != snapshot.body
+            assert read_snapshot(forged) is None
+            assert load_world(ledger, forged) == load_world(ledger)
 
 
 class TestBlindness:

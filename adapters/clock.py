@@ -18,7 +18,7 @@ class LedgerClock:
     """Instants that start at the later of the wall clock and the ledger's newest event, and never run backwards.
 
     After the start a step of the wall clock moves no instant: leases neither expire at once nor live on because of an
-    NTP correction. `skew` tells how far the two have come apart. Any thread may call; there is nothing to lock.
+    NTP correction. Any thread may call; there is nothing to lock.
     """
 
     def __init__(
@@ -29,7 +29,6 @@ class LedgerClock:
         monotonic_ns: Callable[[], int] = _boot_time_ns,
     ) -> None:
         """`newest_at`: `at` of the newest event in microseconds, 0 for an empty ledger."""
-        self._wall_ns = wall_ns
         self._monotonic_ns = monotonic_ns
         self._start_ns = monotonic_ns()
         self._anchor = max(wall_ns() // _NANOS_PER_MICRO, newest_at)
@@ -37,7 +36,3 @@ class LedgerClock:
     def now(self) -> int:
         """An instant in microseconds; never less than the one before."""
         return self._anchor + (self._monotonic_ns() - self._start_ns) // _NANOS_PER_MICRO
-
-    def skew(self) -> int:
-        """Wall clock minus ledger clock, in signed microseconds: a warning to show, never an input of a decision."""
-        return self._wall_ns() // _NANOS_PER_MICRO - self.now()

@@ -145,11 +145,6 @@ def reservations(view: View, accelerator_id: AcceleratorId) -> Mapping[Deploymen
     return found
 
 
-def active_leases(view: View, accelerator_id: AcceleratorId, deployment_id: DeploymentId) -> tuple[Lease, ...]:
-    """The active leases of a deployment on an accelerator, in order of `lease_id`."""
-    return view.active_leases(accelerator_id, deployment_id)
-
-
 def _greatest_reserved(leases: tuple[Lease, ...]) -> int:
     return max((lease.reserved_bytes for lease in leases), default=0)
 

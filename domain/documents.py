@@ -142,13 +142,6 @@ def pressure_case_of(value: Json) -> PressureCase:
     return _checked(_PRESSURE_CASE, case, "")
 
 
-def check_policy(policy: Policy, where: str = "policy") -> None:
-    """`DocumentError` where two of a policy's numbers do not go together (semantics.md 4, 10)."""
-    problems = tuple(broken_policy_rules(policy, where))
-    if problems:
-        raise DocumentError(problems)
-
-
 def judged(case: PressureCase) -> Iterator[tuple[int, PressureTrack]]:
     """The pressure of each sample, in basis points, and the track after it (semantics.md 4)."""
     track = PressureTrack()

@@ -55,7 +55,7 @@ Positive = Annotated[int, Field(ge=1, le=10**9)]
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Every knob with its default; `documents.check_policy` holds the rules that join two of them."""
+    """Every knob with its default; `document_rules.broken_policy_rules` holds the rules that join two of them."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 

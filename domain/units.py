@@ -79,7 +79,6 @@ Instant: TypeAlias = Annotated[
 """Microseconds since the epoch; RFC 3339 UTC in documents."""
 
 Bytes: TypeAlias = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
-SignedBytes: TypeAlias = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)]
 PositiveBytes: TypeAlias = Annotated[int, Field(ge=1, le=MAX_INTEGER)]
 BasisPoints: TypeAlias = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
 #: Bounded at about 31 years, so that an instant (before 9900) plus some durations can still be written.

@@ -259,7 +259,8 @@ class TestRules:
         assert any("is there already, at" in problem for problem in problems(lambda: documents.state_of(document)))
 
     def test_a_policy_alone(self) -> None:
-        told = problems(lambda: documents.check_policy(Policy(sample_interval_seconds=6)))
+        slow = documents.policy_document(Policy(sample_interval_seconds=6))
+        told = problems(lambda: documents.policy_of(slow))
         assert told == ["policy.telemetry_max_age_seconds: must be at least 3 times sample_interval_seconds (18)"]
         assert documents.policy_of(documents.policy_document(Policy())) == Policy()
 

@@ -11,36 +11,28 @@ import pytest
 from gpuledger.adapters.http.openai_errors import status_of
 from gpuledger.domain.events import (
     EVENT_TYPES,
-    EvictionCause,
     FailureRecorded,
     LeaseExpired,
     LeaseGranted,
     LeasePreempted,
     LeaseReleased,
     LeaseRenewed,
-    MemoryNotReclaimed,
     PlanDecided,
     PolicyRevised,
     Recorded,
     RequestFailed,
-    RequestQueued,
-    ResidentEvicted,
     ResidentFailed,
 )
 from gpuledger.domain.failures import Failure
 from gpuledger.domain.policy import Policy
-from gpuledger.domain.queue import waiting
 from gpuledger.domain.reasons import Reason, Verdict
-from gpuledger.domain.state import ResidentState
 from gpuledger.domain.world import World, evolve
-from gpuledger.projections import failures, leases, plan_history, queue, residency
+from gpuledger.projections import failures, leases, plan_history
 from tests.simulation.ledgers import Lived, crowded_and_killed, crowded_minutes
 
 PROJECTIONS: list[tuple[Any, Any]] = [
     (plan_history, plan_history.PlanHistory()),
     (leases, leases.Leases()),
-    (residency, residency.Residency()),
-    (queue, queue.Queue()),
     (failures, failures.Failures()),
 ]
 
@@ -198,86 +190,6 @@ class TestLeases:
             state = leases.evolve(state, replace(released, data=replace(released.data, lease_id=f"l{number}")))
         assert len(state.ended) == leases.ENDED_LIMIT
         assert state.last_ended(1)[0].lease_id == f"l{leases.ENDED_LIMIT + 2}"
-
-
-class TestResidency:
-    def test_after_every_event_it_is_that_of_the_state(self, story: Lived) -> None:
-        world, state = World(), residency.Residency()
-        for event in story.events:
-            world, state = evolve(world, event), residency.evolve(state, event)
-            lived = {record.resident.resident_id: record for _, record in world.residents()}
-            assert set(state.present) == set(lived)
-            for resident_id, record in lived.items():
-                view = state.present[resident_id]
-                assert view.state is record.resident.state
-                assert view.pid == (None if record.process is None else record.process.pid)
-                assert view.state_since <= event.at
-
-    def test_what_left_says_how(self, story: Lived) -> None:
-        state = reduce(residency.evolve, story.events, residency.Residency())
-        assert not state.present
-        evicted = [event.data for event in story.events if isinstance(event.data, ResidentEvicted)]
-        assert [view.resident_id for view in state.gone] == [data.resident_id for data in evicted]
-        causes = {view.eviction_cause for view in state.gone}
-        assert causes >= {EvictionCause.PLAN, EvictionCause.ON_DEMAND, EvictionCause.FAILED, EvictionCause.SHUTDOWN}
-        failed = next(view for view in state.gone if view.failure is not None)
-        assert failed.failure == "MODEL_LOAD_FAILED"
-        assert sum(view.uses for view in state.gone) == sum(
-            isinstance(event.data, LeaseReleased) and event.data.used for event in story.events
-        )
-
-    def test_on_an_accelerator(self) -> None:
-        state = reduce(residency.evolve, crowded_and_killed().events, residency.Residency())
-        assert [view.resident_id for view in state.on("GPU-0")] == sorted(state.present)
-        assert state.on("GPU-1") == ()
-
-    def test_memory_that_did_not_come_back(self) -> None:
-        state = reduce(residency.evolve, crowded_and_killed().events, residency.Residency())
-        view = next(iter(state.present.values()))
-        stays = MemoryNotReclaimed(view.resident_id, view.deployment_id, 7, 1234)
-        state = residency.evolve(state, Recorded(state.seq + 1, 7, "accelerator:GPU-0", 1, stays))
-        assert state.gone[-1].residual_bytes == 1234
-        assert state.gone[-1].state is view.state is not ResidentState.FAILED
-
-    def test_what_is_gone_is_bounded(self, story: Lived) -> None:
-        granted, evicted = story.newest(LeaseGranted), story.newest(ResidentEvicted)
-        assert isinstance(granted.data, LeaseGranted)
-        assert isinstance(evicted.data, ResidentEvicted)
-        state = residency.Residency()
-        for number in range(residency.GONE_LIMIT + 3):
-            state = residency.evolve(state, replace(granted, data=replace(granted.data, resident_id=f"x{number}")))
-            state = residency.evolve(state, replace(evicted, data=replace(evicted.data, resident_id=f"x{number}")))
-        assert len(state.gone) == residency.GONE_LIMIT
-
-
-class TestQueue:
-    def test_after_every_event_it_is_that_of_the_state(self, story: Lived) -> None:
-        world, state = World(), queue.Queue()
-        for event in story.events:
-            world, state = evolve(world, event), queue.evolve(state, event)
-            assert set(state.open_requests) == set(world.requests)
-            lived = [request.question.request_id for request in waiting(world)]
-            assert [waiter.request_id for waiter in state.waiting()] == lived
-
-    def test_who_waited_and_how_it_ended(self, story: Lived) -> None:
-        state = reduce(queue.evolve, story.events, queue.Queue())
-        queued = {event.data.request_id for event in story.events if isinstance(event.data, RequestQueued)}
-        assert {wait.request_id for wait in state.waits if wait.granted} <= queued
-        assert any(not wait.granted for wait in state.waits)
-        refused = [event.data.request_id for event in story.events if isinstance(event.data, RequestFailed)]
-        assert {wait.request_id for wait in state.waits if not wait.granted} <= set(refused)
-        assert all(wait.waited_ms >= 0 for wait in state.waits)
-
-    def test_a_place_that_changes(self) -> None:
-        state = reduce(queue.evolve, crowded_and_killed().events, queue.Queue())
-        waiter = state.waiting()[0]
-        assert waiter.waiting_for is not None
-        elsewhere = replace(waiter.waiting_for, reason=Reason.LOAD_BACKOFF)
-        again = RequestQueued(waiter.request_id, waiter.requested_at, elsewhere)
-        moved = queue.evolve(state, Recorded(state.seq + 1, 10**16, f"request:{waiter.request_id}", 9, again))
-        after = moved.open_requests[waiter.request_id]
-        assert after.waiting_for == elsewhere
-        assert (after.places, after.waiting_since) == (waiter.places + 1, waiter.waiting_since)
 
 
 class TestFailures:

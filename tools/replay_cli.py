@@ -167,9 +167,7 @@ def _tell_people(run: Replay, found: Target) -> None:
         Text(f"{outcome} {run.counts[outcome]}", style=_STYLES[outcome] if run.counts[outcome] else "")
         for outcome in Outcome
     )
-    decided = run.counts.total()
-    plans = "1 plan" if decided == 1 else f"{decided} plans"
-    out.print(f"{found.path}: {run.events} events folded, {plans} decided again ({PLANNER_VERSION})")
+    out.print(f"{found.path}: {run.events} events folded, {run.counts.total()} plans decided again ({PLANNER_VERSION})")
     out.print(counts)
     out.print(_invariants(run))
     if run.state is not None:

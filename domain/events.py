@@ -137,12 +137,33 @@ class SchedulerStopped:
 @register(StreamKind.POLICY)
 @dataclass(frozen=True, slots=True)
 class PolicyRevised:
-    """A whole policy, from the next decision on."""
+    """A whole policy, from the next decision on. `by`: the operator, where one did it."""
 
     __pydantic_config__ = DOCUMENT
 
     policy: Policy
     source: Source
+    by: Identifier | None = None
+
+
+@register(StreamKind.POLICY)
+@dataclass(frozen=True, slots=True)
+class LabPaused:
+    """No LAB request is admitted any more; what runs may end."""
+
+    __pydantic_config__ = DOCUMENT
+
+    by: Identifier
+
+
+@register(StreamKind.POLICY)
+@dataclass(frozen=True, slots=True)
+class LabResumed:
+    """LAB requests are admitted again."""
+
+    __pydantic_config__ = DOCUMENT
+
+    by: Identifier
 
 
 # ---- node, accelerator ------------------------------------------------------------------------------------------
@@ -163,13 +184,64 @@ class NodeRegistered:
 
 @register(StreamKind.NODE)
 @dataclass(frozen=True, slots=True)
-class NodeDrainStarted:
-    """No new work on the node. A drain for a shutdown ends with the next SchedulerStarted."""
+class ConfigurationApplied:
+    """The configuration file of a node, item by item, as the SHA-256 of each (ledger.md, Configuration and ledger).
+
+    At a start only items whose hash differs from the one applied last become events; what an operator changed at run
+    time stands otherwise.
+    """
 
     __pydantic_config__ = DOCUMENT
 
     node_id: NodeId
-    cause: Literal["shutdown"]
+    items: Mapping[str, Sha256Hex]
+
+
+@register(StreamKind.NODE)
+@dataclass(frozen=True, slots=True)
+class NodeCordoned:
+    """No new work on the node; what is there stays and is served."""
+
+    __pydantic_config__ = DOCUMENT
+
+    node_id: NodeId
+    by: Identifier
+
+
+@register(StreamKind.NODE)
+@dataclass(frozen=True, slots=True)
+class NodeUncordoned:
+    """The node takes work again: ends a cordon, and a drain that an operator began."""
+
+    __pydantic_config__ = DOCUMENT
+
+    node_id: NodeId
+    by: Identifier
+
+
+@register(StreamKind.NODE)
+@dataclass(frozen=True, slots=True)
+class NodeDrainStarted:
+    """No new work on the node, and what is idle is unloaded.
+
+    A drain for a shutdown ends with the next SchedulerStarted, that of an operator with NodeUncordoned.
+    """
+
+    __pydantic_config__ = DOCUMENT
+
+    node_id: NodeId
+    cause: Literal["shutdown", "operator"]
+    by: Identifier | None = None
+
+
+@register(StreamKind.NODE)
+@dataclass(frozen=True, slots=True)
+class NodeDrainCompleted:
+    """Nothing is resident on a draining node, and no lease is left there."""
+
+    __pydantic_config__ = DOCUMENT
+
+    node_id: NodeId
 
 
 @register(StreamKind.ACCELERATOR)
@@ -217,13 +289,19 @@ class AcceleratorRetired:
 @register(StreamKind.ACCELERATOR)
 @dataclass(frozen=True, slots=True)
 class AcceleratorHealthChanged:
-    """No work goes to an accelerator that is not HEALTHY (semantics.md 6.2)."""
+    """No work goes to an accelerator that is not HEALTHY (semantics.md 6.2).
+
+    A fault of the device itself (errors of its memory, a fatal Xid) stands until an operator clears it (`by`). `mark`
+    grows with each further fault of the same cause: a clear counts for faults up to its mark.
+    """
 
     __pydantic_config__ = DOCUMENT
 
     accelerator_id: AcceleratorId
     health: Health
     cause: str
+    mark: Count = 0
+    by: Identifier | None = None
 
 
 @register(StreamKind.ACCELERATOR)
@@ -269,6 +347,8 @@ class LeaseGranted:
     loaded_at: Instant
     available_at: Instant | None
     awaits: tuple[ResidentId, ...]
+    #: Its runtime starts and stops alone on an accelerator: it would bill others' memory as its own (runtimes.md).
+    starts_alone: bool = False
 
 
 @register(StreamKind.ACCELERATOR)
@@ -348,7 +428,10 @@ class LeaseExpired:
 @register(StreamKind.ACCELERATOR)
 @dataclass(frozen=True, slots=True)
 class LeasePreempted:
-    """`requeued`: nothing was sent yet, so the request goes back to its old place (semantics.md 6.4, rule 7)."""
+    """Its request goes back to its old place (`requeued`), unless it is over already (semantics.md 6.4, rule 7).
+
+    One whose answer had begun cannot be begun again: RequestFailed with PREEMPTED follows.
+    """
 
     __pydantic_config__ = DOCUMENT
 
@@ -405,6 +488,31 @@ class ResidentReady:
 
 @register(StreamKind.ACCELERATOR)
 @dataclass(frozen=True, slots=True)
+class ResidentSlept:
+    """It gave its memory back without losing its process: two agreeing samples show what is left."""
+
+    __pydantic_config__ = DOCUMENT
+
+    resident_id: ResidentId
+    slept_at: Instant
+    freed_bytes: Bytes
+    left_bytes: Bytes
+
+
+@register(StreamKind.ACCELERATOR)
+@dataclass(frozen=True, slots=True)
+class ResidentWoken:
+    """It is awake and answered its functional check."""
+
+    __pydantic_config__ = DOCUMENT
+
+    resident_id: ResidentId
+    woken_at: Instant
+    wake_ms: Milliseconds
+
+
+@register(StreamKind.ACCELERATOR)
+@dataclass(frozen=True, slots=True)
 class ResidentDrainStarted:
     """No new work; what runs may end (an expired lease, semantics.md 7)."""
 
@@ -427,12 +535,20 @@ class EvictionCause(StrEnum):
     ABANDONED = "abandoned"
     SHUTDOWN = "shutdown"
     SCHEDULER_RESTARTED = "scheduler_restarted"
+    OPERATOR = "operator"
+    NODE_DRAINED = "node_drained"
+    ACCELERATOR_RETIRED = "accelerator_retired"
+    SLEEP_FAILED = "sleep_failed"
 
 
 @register(StreamKind.ACCELERATOR)
 @dataclass(frozen=True, slots=True)
 class EvictionStarted:
-    """A resident is leaving; what it holds stays attributed until the device shows it free."""
+    """A resident is leaving or going to sleep; what it holds stays attributed until the device shows it free.
+
+    `left_bytes`: a sleep is finished when the device shows no more than this. `by`: the deployment that it makes room
+    for, or the operator.
+    """
 
     __pydantic_config__ = DOCUMENT
 
@@ -444,6 +560,49 @@ class EvictionStarted:
     attributed_bytes: Bytes
     used_bytes: Bytes | None
     by_lease_id: LeaseId | None
+    left_bytes: Bytes = 0
+    by: Identifier | None = None
+
+
+@register(StreamKind.ACCELERATOR)
+@dataclass(frozen=True, slots=True)
+class ThrashingDetected:
+    """One deployment was evicted for the same other one again and again within a short time."""
+
+    __pydantic_config__ = DOCUMENT
+
+    accelerator_id: AcceleratorId
+    evictor: DeploymentId
+    victim: DeploymentId
+    evictions: Count
+    window_seconds: Count
+    detected_at: Instant
+
+
+@register(StreamKind.ACCELERATOR)
+@dataclass(frozen=True, slots=True)
+class ProfilingStarted:
+    """An envelope is being measured here with nothing else going on: whoever asks meanwhile waits for its end."""
+
+    __pydantic_config__ = DOCUMENT
+
+    accelerator_id: AcceleratorId
+    deployment_id: DeploymentId
+    started_at: Instant
+
+
+@register(StreamKind.ACCELERATOR)
+@dataclass(frozen=True, slots=True)
+class ProfilingEnded:
+    """The measurement is over: it gave an envelope, made way for a request, or failed."""
+
+    __pydantic_config__ = DOCUMENT
+
+    accelerator_id: AcceleratorId
+    deployment_id: DeploymentId
+    ended_at: Instant
+    outcome: Literal["measured", "preempted", "failed"]
+    detail: str
 
 
 @register(StreamKind.ACCELERATOR)
@@ -493,7 +652,11 @@ class ResidentFailed:
 
 @dataclass(frozen=True, slots=True)
 class SampledResident:
-    """What one sample says of one resident. `alive`: some process of its tree is there."""
+    """What one sample says of one resident. `alive`: some process of its tree is there.
+
+    `running_requests` are those the runtime works on or keeps waiting; of these `waiting_requests`, and how full its
+    cache is, where it says so.
+    """
 
     __pydantic_config__ = DOCUMENT
 
@@ -502,11 +665,16 @@ class SampledResident:
     attribution: Attribution
     running_requests: Count
     alive: bool
+    waiting_requests: Count | None = None
+    cache_use_bp: BasisPoints | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SampledAccelerator:
-    """One accelerator in a sample. `invalid` says why its figures are recorded but not used (semantics.md 1)."""
+    """One accelerator in a sample. `invalid` says why its figures are recorded but not used (semantics.md 1).
+
+    `blind` says why memory cannot be attributed by process here (`PID_NAMESPACE`, ...): figures are ESTIMATED then.
+    """
 
     __pydantic_config__ = DOCUMENT
 
@@ -519,6 +687,7 @@ class SampledAccelerator:
     foreign_processes: Count
     residents: tuple[SampledResident, ...]
     invalid: str | None = None
+    blind: str | None = None
 
 
 @register(StreamKind.TELEMETRY)
@@ -578,6 +747,8 @@ class DeploymentSpec:
     queue_limit: Count
     residency: Residency
     sleep: Sleep | None
+    #: Its runtime starts and stops alone on an accelerator (runtimes.md, vLLM).
+    starts_alone: bool = False
 
 
 @register(StreamKind.DEPLOYMENT)
@@ -615,11 +786,79 @@ class DeploymentRetired:
 
 @register(StreamKind.DEPLOYMENT)
 @dataclass(frozen=True, slots=True)
+class ResidencyPolicyChanged:
+    """How long a model stays, from now on; another one in the file counts again when the file's changes."""
+
+    __pydantic_config__ = DOCUMENT
+
+    deployment_id: DeploymentId
+    residency: Residency
+    source: Source
+    by: Identifier | None
+
+
+@register(StreamKind.DEPLOYMENT)
+@dataclass(frozen=True, slots=True)
+class ArtifactVerified:
+    """The model file has the SHA-256 that the deployment's configuration was registered with."""
+
+    __pydantic_config__ = DOCUMENT
+
+    deployment_id: DeploymentId
+    artifact_sha256: Sha256Hex
+
+
+@register(StreamKind.DEPLOYMENT)
+@dataclass(frozen=True, slots=True)
+class ArtifactCorrupt:
+    """ARTIFACT_CORRUPT: the model file is not what was registered. No further load until ArtifactVerified."""
+
+    __pydantic_config__ = DOCUMENT
+
+    deployment_id: DeploymentId
+    detail: str
+    evidence_sha256: Sha256Hex
+
+
+@register(StreamKind.DEPLOYMENT)
+@dataclass(frozen=True, slots=True)
+class EnvelopeSuspected:
+    """An envelope that cannot be trusted (semantics.md 8): no further load until it is measured again or accepted.
+
+    `exceeded`: a resident was seen to hold `observed_bytes`, more than the envelope with its margin.
+    """
+
+    __pydantic_config__ = DOCUMENT
+
+    deployment_id: DeploymentId
+    accelerator_id: AcceleratorId
+    resident_id: ResidentId
+    config_hash: Identifier
+    gpu_class: Identifier
+    cause: Literal["gpu_oom", "exceeded"]
+    observed_bytes: Bytes
+    peak_bytes: Bytes
+
+
+@register(StreamKind.DEPLOYMENT)
+@dataclass(frozen=True, slots=True)
+class EnvelopeAccepted:
+    """An operator answers for an envelope that was suspect."""
+
+    __pydantic_config__ = DOCUMENT
+
+    deployment_id: DeploymentId
+    config_hash: Identifier
+    by: Identifier
+
+
+@register(StreamKind.DEPLOYMENT)
+@dataclass(frozen=True, slots=True)
 class EnvelopeMeasured:
     """An envelope with its raw figures (runtimes.md, Measuring an envelope).
 
     `peak_bytes` of the envelope is the greater of what the processes and what the device showed, over loading and
-    being fully driven.
+    being fully driven. `sleep`: what a runtime that can sleep was measured to keep, and how long that takes.
     """
 
     __pydantic_config__ = DOCUMENT
@@ -639,6 +878,7 @@ class EnvelopeMeasured:
     runtime_version: str
     device_name: str
     driver_version: str
+    sleep: Sleep | None = None
 
 
 @register(StreamKind.CLIENT)
@@ -702,7 +942,7 @@ class RequestReceived:
     requested_at: Instant
     deadline: Instant | None
     queue_until: Instant
-    operation: Literal["embeddings", "chat", "completion", "warm"]
+    operation: Literal["embeddings", "chat", "completion", "transcription", "rerank", "warm"]
     body_bytes: Bytes
     content_mac: Sha256Hex | None
 
@@ -740,6 +980,40 @@ class RequestQueued:
     request_id: RequestId
     enqueued_at: Instant
     waiting_for: WaitingFor
+
+
+@register(StreamKind.REQUEST)
+@dataclass(frozen=True, slots=True)
+class RequestRetried:
+    """Its lease was lost to a failure before anything of an answer was sent: it is planned again (semantics.md 8).
+
+    `after_resident_id`: not before this one is gone and the device has shown its memory back.
+    """
+
+    __pydantic_config__ = DOCUMENT
+
+    request_id: RequestId
+    retried_at: Instant
+    failure: Failure
+    detail: str
+    attempt: Count
+    limit: Count
+    after_resident_id: ResidentId | None
+
+
+@register(StreamKind.REQUEST)
+@dataclass(frozen=True, slots=True)
+class RequestFellBack:
+    """The contract's fallback: from now on it is planned for the next rank (semantics.md 5). One cause is set."""
+
+    __pydantic_config__ = DOCUMENT
+
+    request_id: RequestId
+    fell_back_at: Instant
+    fallback_rank: Count
+    reason: Reason | None
+    failure: Failure | None
+    detail: str
 
 
 @register(StreamKind.REQUEST)
@@ -809,13 +1083,44 @@ class FailureRecorded:
     detail: str
 
 
+@register(StreamKind.CAPABILITY)
+@dataclass(frozen=True, slots=True)
+class CapabilityDegraded:
+    """So many failures in a row (semantics.md 8): visible until the capability next answers a request."""
+
+    __pydantic_config__ = DOCUMENT
+
+    capability: CapabilityId
+    degraded_at: Instant
+    failures: Count
+    failure: Failure
+    detail: str
+
+
+@register(StreamKind.CAPABILITY)
+@dataclass(frozen=True, slots=True)
+class CapabilityRecovered:
+    """It answered a request again."""
+
+    __pydantic_config__ = DOCUMENT
+
+    capability: CapabilityId
+    recovered_at: Instant
+
+
 Event: TypeAlias = (
     LedgerOpened
     | SchedulerStarted
     | SchedulerStopped
     | PolicyRevised
+    | LabPaused
+    | LabResumed
     | NodeRegistered
+    | ConfigurationApplied
+    | NodeCordoned
+    | NodeUncordoned
     | NodeDrainStarted
+    | NodeDrainCompleted
     | AcceleratorRegistered
     | AcceleratorRevised
     | AcceleratorRetired
@@ -831,8 +1136,13 @@ Event: TypeAlias = (
     | ResidentLoadStarted
     | ResidentProcessStarted
     | ResidentReady
+    | ResidentSlept
+    | ResidentWoken
     | ResidentDrainStarted
     | EvictionStarted
+    | ThrashingDetected
+    | ProfilingStarted
+    | ProfilingEnded
     | ResidentEvicted
     | MemoryNotReclaimed
     | ResidentFailed
@@ -841,6 +1151,11 @@ Event: TypeAlias = (
     | DeploymentRegistered
     | DeploymentRevised
     | DeploymentRetired
+    | ResidencyPolicyChanged
+    | ArtifactVerified
+    | ArtifactCorrupt
+    | EnvelopeSuspected
+    | EnvelopeAccepted
     | EnvelopeMeasured
     | ClientRegistered
     | ClientRevised
@@ -848,10 +1163,14 @@ Event: TypeAlias = (
     | RequestReceived
     | PlanDecided
     | RequestQueued
+    | RequestRetried
+    | RequestFellBack
     | RequestCompleted
     | RequestFailed
     | RequestCancelled
     | FailureRecorded
+    | CapabilityDegraded
+    | CapabilityRecovered
 )
 """The closed list as a type, for exhaustive matches."""
 

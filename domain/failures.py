@@ -87,5 +87,18 @@ CAPACITY_FAILURES = frozenset(
     }
 )
 
+#: Failures of serving that make a capability degraded when they come in a row (semantics.md 8).
+DEGRADING_FAILURES: Final = frozenset(
+    {
+        Failure.MODEL_LOAD_FAILED,
+        Failure.RUNTIME_CRASH,
+        Failure.HEALTHCHECK_FAILED,
+        Failure.INVALID_OUTPUT,
+        Failure.TIMEOUT,
+        Failure.GPU_OOM,
+        Failure.ARTIFACT_CORRUPT,
+    }
+)
+
 #: SHA-256 of nothing: the evidence of a failure that shows only in the events before it.
 EMPTY_SHA256: Final = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"

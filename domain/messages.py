@@ -8,9 +8,11 @@ from typing import Literal, TypeAlias
 from .configuration import Configuration
 from .events import EnvelopeMeasured
 from .failures import Failure
-from .policy import Priority
+from .policy import Policy, Priority
 from .ports import ProcessIdentity
+from .reasons import Reason
 from .sampling import SampleTaken
+from .state import Residency
 
 # ---- inputs: what happened --------------------------------------------------------------------------------------
 
@@ -26,14 +28,17 @@ class RequestArrived:
     lab: bool
     requested_at: int
     deadline: int | None
-    operation: Literal["embeddings", "chat", "completion"]
+    operation: Literal["embeddings", "chat", "completion", "transcription", "rerank"]
     body_bytes: int
     content_mac: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class WorkEnded:
-    """The work under a lease is over. `failure` is None when the runtime answered with a status below 500."""
+    """The work under a lease is over. `failure` is None when the runtime answered with a status below 500.
+
+    `unsent`: the client still waits and has seen nothing of an answer, so a failure may be tried again.
+    """
 
     request_id: str
     status: int
@@ -44,6 +49,7 @@ class WorkEnded:
     failure: Failure | None
     detail: str
     client_gone: bool
+    unsent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,19 @@ class ClientGone:
     """Before its work began."""
 
     request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerCutOff:
+    """Its lease was lost and it was put back to be planned again, but its answer had begun: it ends here.
+
+    One of `reason` (PREEMPTED) and `failure` is set: why the lease was lost.
+    """
+
+    request_id: str
+    reason: Reason | None
+    failure: Failure | None
+    detail: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +87,13 @@ class RuntimeSpawned:
 
 @dataclass(frozen=True, slots=True)
 class RuntimeReady:
+    resident_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeSlept:
+    """It says that it sleeps; the device says what that is worth."""
+
     resident_id: str
 
 
@@ -114,20 +140,125 @@ class DrainTimedOut:
     node_id: str
 
 
+# ---- inputs: what an operator wants (operations.py) ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RevisePolicy:
+    by: str
+    policy: Policy
+
+
+@dataclass(frozen=True, slots=True)
+class PauseLab:
+    by: str
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeLab:
+    by: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetResidency:
+    by: str
+    deployment_id: str
+    residency: Residency
+
+
+@dataclass(frozen=True, slots=True)
+class CordonNode:
+    by: str
+    node_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class UncordonNode:
+    by: str
+    node_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrainNode:
+    by: str
+    node_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadIdle:
+    """Unload what nothing uses now, of one deployment or of all."""
+
+    by: str
+    deployment_id: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ClearAccelerator:
+    """Its fault was looked at: work may go there again, until it shows another one."""
+
+    by: str
+    accelerator_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptEnvelope:
+    """An operator answers for an envelope that is suspect."""
+
+    by: str
+    deployment_id: str
+
+
+Operation: TypeAlias = (
+    RevisePolicy
+    | PauseLab
+    | ResumeLab
+    | SetResidency
+    | CordonNode
+    | UncordonNode
+    | DrainNode
+    | UnloadIdle
+    | ClearAccelerator
+    | AcceptEnvelope
+)
+
+# ---- inputs: measuring by itself ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ProfilingBegins:
+    """Nothing is wanted, so an envelope could be measured. Refused (nothing recorded) when that is no longer so."""
+
+    accelerator_id: str
+    deployment_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProfilingOver:
+    accelerator_id: str
+    deployment_id: str
+    outcome: Literal["measured", "preempted", "failed"]
+    detail: str
+
+
 Input: TypeAlias = (
     RequestArrived
     | WorkEnded
+    | AnswerCutOff
     | ClientGone
     | RequestsHeld
     | SampleTaken
     | RuntimeSpawned
     | RuntimeReady
+    | RuntimeSlept
     | RuntimeFailed
     | RuntimeStopped
     | EnvelopeTaken
     | Started
     | ShutdownRequested
     | DrainTimedOut
+    | Operation
+    | ProfilingBegins
+    | ProfilingOver
 )
 
 # ---- effects: what is wanted of the world -----------------------------------------------------------------------
@@ -145,6 +276,20 @@ class SpawnRuntime:
 @dataclass(frozen=True, slots=True)
 class LoadRuntime:
     """Let it go on, and answer RuntimeReady or RuntimeFailed."""
+
+    resident_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SleepRuntime:
+    """Let it give its memory back; answer RuntimeSlept or RuntimeFailed."""
+
+    resident_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class WakeRuntime:
+    """Let it take its memory again; answer RuntimeReady or RuntimeFailed."""
 
     resident_id: str
 
@@ -168,7 +313,7 @@ class Forward:
     deployment_id: str
 
 
-Effect: TypeAlias = SpawnRuntime | LoadRuntime | StopRuntime | Forward
+Effect: TypeAlias = SpawnRuntime | LoadRuntime | SleepRuntime | WakeRuntime | StopRuntime | Forward
 
 
 @dataclass(frozen=True, slots=True)

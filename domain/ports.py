@@ -164,7 +164,9 @@ class AcceleratorReading:
     """One accelerator in one sample: memory and processes read together. Figures are as read, not yet judged.
 
     `foreign_processes`: distinct compute processes that belong to no resident (semantics.md 9); 0 on a host, where
-    every other program of the machine would be one. `health_cause` is a short typed word where it is not HEALTHY.
+    every other program of the machine would be one. `health_cause` is a short typed word where it is not HEALTHY, and
+    `health_mark` grows with each further fault of that cause. `unified`: a GPU that shares the memory of the host, and
+    is measured as the host is. `blind`: why memory cannot be attributed by process here.
     """
 
     accelerator_id: str
@@ -179,6 +181,9 @@ class AcceleratorReading:
     managed: tuple[ManagedReading, ...]
     foreign_processes: int
     health_cause: str = ""
+    health_mark: int = 0
+    unified: bool = False
+    blind: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,12 +201,17 @@ class TelemetryFault:
 
 @dataclass(frozen=True, slots=True)
 class NodeReading:
-    """One sample of one node. `age_ms`: how old it was, by the monotonic clock, when it was handed over."""
+    """One sample of one node. `age_ms`: how old it was, by the monotonic clock, when it was handed over.
+
+    `gone`: accelerators that no longer exist as such, by the word of the device: a GPU that was partitioned, an
+    instance that its new layout no longer has. One that only cannot be seen is a fault.
+    """
 
     accelerators: tuple[AcceleratorReading, ...]
     faults: tuple[TelemetryFault, ...]
     memory_bytes: int | None
     age_ms: int
+    gone: tuple[str, ...] = ()
 
 
 class Telemetry(Protocol):
@@ -248,6 +258,21 @@ class RuntimeFacts:
     config_hash: str
     artifact_sha256: str | None
     artifact_bytes: int
+    starts_alone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeFigures:
+    """What a runtime says of itself; None where it does not. `cache_use_bp`: how full its cache is."""
+
+    running: int | None
+    waiting: int | None = None
+    cache_use_bp: int | None = None
+
+    @property
+    def busy(self) -> int | None:
+        """Requests that it works on or keeps waiting; None when it does not say."""
+        return None if self.running is None else self.running + (self.waiting or 0)
 
 
 class Runtimes(Protocol):
@@ -281,8 +306,19 @@ class Runtimes(Protocol):
         """Raises KeyError for a resident that has no process here."""
         ...
 
-    async def running_requests(self, resident_id: str) -> int | None:
+    async def figures(self, resident_id: str) -> RuntimeFigures | None:
         """What the runtime itself reports; None where it does not say."""
+        ...
+
+    async def sleep(self, resident_id: str) -> None:
+        """Ask it to give its memory back and keep its process. What it freed only the device tells.
+
+        Raises RuntimeFault; KeyError as `endpoint` does.
+        """
+        ...
+
+    async def wake(self, resident_id: str) -> None:
+        """Take its memory again, wait until it has answered a functional request. Raises as `load` does."""
         ...
 
     async def exited(self, resident_id: str) -> RuntimeFault:

@@ -26,7 +26,7 @@ from .events import (
     stream_name,
 )
 from .policy import Policy, Pressure
-from .ports import AcceleratorReading, ManagedReading, NodeReading
+from .ports import AcceleratorReading, ManagedReading, NodeReading, RuntimeFigures
 from .pressure import PressureTrack, judge, pressure_bp
 from .state import Attribution, Health, ResidentState
 from .units import milliseconds
@@ -37,11 +37,11 @@ CHANGED_TOTAL_SAMPLES: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class SampleTaken:
-    """One reading of one node, received now. `running`: requests each runtime says it is working on."""
+    """One reading of one node, received now. `figures`: what each runtime says of itself."""
 
     node_id: str
     reading: NodeReading
-    running: Mapping[str, int]
+    figures: Mapping[str, RuntimeFigures]
 
 
 def record_sample(draft: Draft, taken: SampleTaken) -> None:
@@ -162,7 +162,7 @@ def _judge(draft: Draft, taken: SampleTaken, reading: AcceleratorReading, observ
             residents=(),
             invalid=invalid or "UNREGISTERED",
         )
-    residents = attribute(draft, state, reading, taken.running)
+    residents = attribute(draft, state, reading, taken.figures)
     attributed = sum(one.attributed_bytes for one in residents)
     bp = pressure_bp(policy, reading.total_bytes, reading.used_bytes, attributed)
     track = judge(policy, track, bp, observed_at, draft.now)
@@ -192,12 +192,12 @@ def _contradiction(state: AcceleratorState | None, reading: AcceleratorReading) 
 
 
 def attribute(
-    draft: Draft, state: AcceleratorState, reading: AcceleratorReading, running: Mapping[str, int]
+    draft: Draft, state: AcceleratorState, reading: AcceleratorReading, told: Mapping[str, RuntimeFigures]
 ) -> tuple[SampledResident, ...]:
     """What of `used` belongs to which resident: as read, or ESTIMATED where it cannot be read (semantics.md 1)."""
     seen = {managed.resident_id: managed for managed in reading.managed}
     figures = [
-        _attribute_one(draft, state, record, seen.get(resident_id), reading.used_bytes, running.get(resident_id))
+        _attribute_one(draft, state, record, seen.get(resident_id), reading.used_bytes, told.get(resident_id))
         for resident_id, record in sorted(state.residents.items())
     ]
     return _share_unexplained(state, figures, reading.used_bytes)
@@ -209,10 +209,11 @@ def _attribute_one(
     record: ResidentRecord,
     seen: ManagedReading | None,
     used_bytes: int,
-    running: int | None,
+    told: RuntimeFigures | None,
 ) -> SampledResident:
     resident = record.resident
-    requests = resident.running_requests if running is None else running
+    told = RuntimeFigures(None) if told is None else told
+    requests = resident.running_requests if told.busy is None else told.busy
     alive = seen is not None and seen.alive
     readable = seen is not None and seen.used_bytes is not None
     if seen is None or not alive or readable:
@@ -225,6 +226,8 @@ def _attribute_one(
             attribution=Attribution.ESTIMATED if estimated else Attribution.KNOWN,
             running_requests=requests if alive else 0,
             alive=alive,
+            waiting_requests=told.waiting,
+            cache_use_bp=told.cache_use_bp,
         )
     return SampledResident(
         resident_id=resident.resident_id,
@@ -232,6 +235,8 @@ def _attribute_one(
         attribution=Attribution.ESTIMATED,
         running_requests=requests,
         alive=True,
+        waiting_requests=told.waiting,
+        cache_use_bp=told.cache_use_bp,
     )
 
 

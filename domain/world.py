@@ -19,23 +19,35 @@ from .aggregates.node import NodeState
 from .aggregates.request import RequestState
 from .events import (
     AcceleratorRegistered,
+    ArtifactCorrupt,
+    ArtifactVerified,
+    CapabilityDegraded,
+    CapabilityRecovered,
     ClientRegistered,
     ClientRevised,
     ClientRevoked,
+    ConfigurationApplied,
     DeploymentRegistered,
     DeploymentRetired,
     DeploymentRevised,
+    EnvelopeAccepted,
     EnvelopeMeasured,
+    EnvelopeSuspected,
     Event,
     FailureRecorded,
+    LabPaused,
+    LabResumed,
     LeaseGranted,
     LeasePreempted,
     LeaseReleased,
     LeaseRenewed,
     LeaseRoomConfirmed,
     LedgerOpened,
+    NodeCordoned,
+    NodeDrainCompleted,
     NodeDrainStarted,
     NodeRegistered,
+    NodeUncordoned,
     PlanDecided,
     PolicyRevised,
     Recorded,
@@ -43,9 +55,12 @@ from .events import (
     RequestCancelled,
     RequestCompleted,
     RequestFailed,
+    RequestFellBack,
     RequestQueued,
     RequestReceived,
+    RequestRetried,
     ResidencyMaterialized,
+    ResidencyPolicyChanged,
     ResidentLoadStarted,
     ResidentProcessStarted,
     SchedulerStarted,
@@ -53,7 +68,9 @@ from .events import (
     StreamKind,
     TelemetryMissed,
     TelemetrySampled,
+    ThrashingDetected,
 )
+from .failures import DEGRADING_FAILURES, Failure
 from .policy import Policy
 from .state import Backoff, Node, QueuedRequest, State
 from .units import CapabilityId, ClientId
@@ -61,7 +78,7 @@ from .units import CapabilityId, ClientId
 _V = TypeVar("_V")
 
 #: Raised whenever the fold or what it holds changes: a snapshot of another schema is discarded (ledger.md).
-WORLD_SCHEMA: Final = "gpuledger.world/1"
+WORLD_SCHEMA: Final = "gpuledger.world/2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +89,16 @@ class ClientState:
     priority: str
     lab: bool
     capabilities: tuple[CapabilityId, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class CapabilityState:
+    """How a capability fares: `failures` in a row, and since when it is degraded, if it is (semantics.md 8)."""
+
+    failures: int = 0
+    degraded_at: int | None = None
+    failure: Failure | None = None
+    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +116,7 @@ class World:
     accelerators: Mapping[str, AcceleratorState] = field(default_factory=dict[str, AcceleratorState])
     deployments: Mapping[str, DeploymentState] = field(default_factory=dict[str, DeploymentState])
     clients: Mapping[str, ClientState] = field(default_factory=dict[str, ClientState])
+    capabilities: Mapping[str, CapabilityState] = field(default_factory=dict[str, CapabilityState])
     requests: Mapping[str, RequestState] = field(default_factory=dict[str, RequestState])
     versions: Mapping[str, int] = field(default_factory=dict[str, int])
     queue_revision: int = 0
@@ -143,7 +171,8 @@ class World:
             accelerators=tuple(a.accelerator for a in live if a.node_id == node.node_id),
             ready=node.running,
             production_eligible=node.production_eligible,
-            draining=node.draining_for_shutdown,
+            cordoned=node.cordoned,
+            draining=node.leaves,
             labels=node.labels,
             memory_bytes=node.memory_bytes,
             external_bytes=node.external_bytes,
@@ -186,48 +215,57 @@ def _apply(world: World, stream: str, data: Event) -> World:
             return replace(world, ledger_id=data.ledger_id)
         case SchedulerStarted():
             return replace(_apply_to_node(world, data), warmed_at={})
-        case SchedulerStopped() | NodeRegistered() | NodeDrainStarted():
+        case (
+            SchedulerStopped()
+            | NodeRegistered()
+            | ConfigurationApplied()
+            | NodeCordoned()
+            | NodeUncordoned()
+            | NodeDrainStarted()
+            | NodeDrainCompleted()
+        ):
             return _apply_to_node(world, data)
         case PolicyRevised():
             return replace(world, policy=data.policy)
+        case LabPaused() | LabResumed():
+            return replace(world, policy=replace(world.policy, lab_paused=isinstance(data, LabPaused)))
         case AcceleratorRegistered():
             return _put_accelerator(world, _register_accelerator(world, data))
         case TelemetrySampled():
             return _sampled(world, data)
         case TelemetryMissed():
             return _missed(world, data)
-        case DeploymentRegistered() | DeploymentRevised() | DeploymentRetired() | EnvelopeMeasured():
+        case (
+            DeploymentRegistered()
+            | DeploymentRevised()
+            | DeploymentRetired()
+            | ResidencyPolicyChanged()
+            | ArtifactVerified()
+            | ArtifactCorrupt()
+            | EnvelopeSuspected()
+            | EnvelopeAccepted()
+            | EnvelopeMeasured()
+        ):
             return _apply_to_deployment(world, stream, data)
         case ClientRegistered() | ClientRevised():
             client = ClientState(data.client_id, data.priority, data.lab, data.capabilities)
             return replace(world, clients={**world.clients, data.client_id: client})
         case ClientRevoked():
             return replace(world, clients=without(world.clients, data.client_id))
-        case RequestReceived() | PlanDecided() | RequestQueued():
+        case RequestReceived() | PlanDecided() | RequestQueued() | RequestRetried() | RequestFellBack():
             return _apply_to_request(world, data)
-        case RequestCompleted() | RequestFailed() | RequestCancelled():
+        case RequestCompleted():
+            return _succeeded(replace(world, requests=without(world.requests, data.request_id)), world, data)
+        case RequestFailed() | RequestCancelled():
             return replace(world, requests=without(world.requests, data.request_id))
-        case FailureRecorded():
-            return world
+        case FailureRecorded() | CapabilityDegraded() | CapabilityRecovered():
+            return _apply_to_capability(world, data)
         case _:
             return _apply_to_accelerator(world, stream, data)
 
 
-def _apply_to_node(
-    world: World, data: SchedulerStarted | SchedulerStopped | NodeRegistered | NodeDrainStarted
-) -> World:
-    known = world.nodes.get(data.node_id)
-    match data:
-        case NodeRegistered():
-            node = nodes.register(known, data)
-        case SchedulerStarted():
-            node = replace(known or NodeState(data.node_id), running=True, draining_for_shutdown=False)
-        case SchedulerStopped():
-            node = replace(known or NodeState(data.node_id), running=False)
-        case NodeDrainStarted():
-            node = replace(known or NodeState(data.node_id), draining_for_shutdown=True)
-        case _:
-            assert_never(data)
+def _apply_to_node(world: World, data: nodes.NodeEvent) -> World:
+    node = nodes.evolve(world.nodes.get(data.node_id) or NodeState(data.node_id), data)
     world = replace(world, nodes={**world.nodes, data.node_id: node})
     return _unseen(world, data.node_id) if isinstance(data, SchedulerStarted) else world
 
@@ -241,9 +279,7 @@ def _unseen(world: World, node_id: str) -> World:
     return replace(world, accelerators=changed)
 
 
-def _apply_to_deployment(
-    world: World, stream: str, data: DeploymentRegistered | DeploymentRevised | DeploymentRetired | EnvelopeMeasured
-) -> World:
+def _apply_to_deployment(world: World, stream: str, data: deployments.DeploymentEvent) -> World:
     deployment_id = stream.partition(":")[2]
     known = world.deployments.get(deployment_id)
     if known is None and isinstance(data, DeploymentRegistered):
@@ -253,7 +289,32 @@ def _apply_to_deployment(
     return replace(world, deployments={**world.deployments, deployment_id: deployments.evolve(known, data)})
 
 
-def _apply_to_request(world: World, data: RequestReceived | PlanDecided | RequestQueued) -> World:
+def _apply_to_capability(world: World, data: FailureRecorded | CapabilityDegraded | CapabilityRecovered) -> World:
+    known = world.capabilities.get(data.capability, CapabilityState())
+    match data:
+        case FailureRecorded():
+            if data.failure not in DEGRADING_FAILURES:
+                return world
+            state = replace(known, failures=known.failures + 1, failure=data.failure, detail=data.detail)
+        case CapabilityDegraded():
+            state = replace(known, degraded_at=data.degraded_at)
+        case CapabilityRecovered():
+            return replace(world, capabilities=without(world.capabilities, data.capability))
+        case _:
+            assert_never(data)
+    return replace(world, capabilities={**world.capabilities, data.capability: state})
+
+
+def _succeeded(world: World, before: World, data: RequestCompleted) -> World:
+    """A capability that answers has failed no more in a row; while it is degraded, CapabilityRecovered says so."""
+    request = before.requests.get(data.request_id)
+    known = None if request is None else world.capabilities.get(request.question.capability)
+    if request is None or known is None or known.degraded_at is not None:
+        return world
+    return replace(world, capabilities=without(world.capabilities, request.question.capability))
+
+
+def _apply_to_request(world: World, data: requests.RequestEvent) -> World:
     known = world.requests.get(data.request_id)
     if known is None and isinstance(data, RequestReceived):
         known = requests.receive(data)
@@ -358,6 +419,8 @@ def _helps_queue(before: World, after: World, data: Event) -> bool:
         ):
             return False
         case ResidentProcessStarted() | ResidencyMaterialized() | FailureRecorded() | LedgerOpened():
+            return False
+        case CapabilityDegraded() | CapabilityRecovered() | ThrashingDetected() | ConfigurationApplied():
             return False
         case ClientRegistered() | ClientRevised() | ClientRevoked():
             return False

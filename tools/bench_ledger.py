@@ -34,7 +34,14 @@ from gpuledger.domain.messages import (
     WorkEnded,
 )
 from gpuledger.domain.policy import Policy, Priority
-from gpuledger.domain.ports import AcceleratorReading, Batch, ManagedReading, NodeReading, ProcessIdentity
+from gpuledger.domain.ports import (
+    AcceleratorReading,
+    Batch,
+    ManagedReading,
+    NodeReading,
+    ProcessIdentity,
+    RuntimeFigures,
+)
 from gpuledger.domain.sampling import SampleTaken
 from gpuledger.domain.scheduler import Scheduler
 from gpuledger.domain.state import Envelope, Health, Kind, Residency
@@ -201,8 +208,8 @@ class VirtualNode:
     def sample(self) -> None:
         """Read the card."""
         self._sampled_at = self.now
-        running = {resident_id: process.working for resident_id, process in self._processes.items()}
-        self.feed(SampleTaken(NODE, NodeReading((self._reading(),), (), None, 0), running))
+        figures = {resident_id: RuntimeFigures(process.working) for resident_id, process in self._processes.items()}
+        self.feed(SampleTaken(NODE, NodeReading((self._reading(),), (), None, 0), figures))
 
     def feed(self, happened: Input) -> None:
         """One input, everything that it makes due, and what that makes wanted: what a shell does."""

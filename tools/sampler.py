@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Final
 
 import structlog
@@ -18,6 +19,7 @@ from gpuledger.domain.ports import (
     LedgerUnavailable,
     ManagedProcess,
     NodeReading,
+    RuntimeFigures,
     Runtimes,
     Telemetry,
     TelemetryFault,
@@ -33,7 +35,7 @@ CLOSEST_MS: Final = 50
 #: Ages are told in whole milliseconds, rounded up: a sample that begins so much later is surely not older.
 ROUNDING_MS: Final = 2
 #: A runtime that is too busy to say what it works on is left as it was.
-RUNNING_TIMEOUT_SECONDS: Final = 0.5
+FIGURES_TIMEOUT_SECONDS: Final = 0.5
 _NANOS_PER_MS: Final = 1_000_000
 
 _log = structlog.get_logger(__name__)
@@ -121,15 +123,14 @@ class Sampler:
         self._began = self._engine.now()
         self._tried = self._after
         started_ns = time.monotonic_ns()
-        running = asyncio.create_task(self._running())
+        asked = asyncio.create_task(self._figures())
         reading = await self._read()
-        running_requests = await running
+        figures = await asked
 
         def taken() -> SampleTaken:
             """Made when it is decided on: its age is what it is then."""
             age_ms = -(-(time.monotonic_ns() - started_ns) // _NANOS_PER_MS)
-            aged = NodeReading(reading.accelerators, reading.faults, reading.memory_bytes, max(age_ms, reading.age_ms))
-            return SampleTaken(self._node_id, aged, running_requests)
+            return SampleTaken(self._node_id, replace(reading, age_ms=max(age_ms, reading.age_ms)), figures)
 
         try:
             await self._engine.ask(taken)
@@ -152,19 +153,19 @@ class Sampler:
         self._reading = False
         return reading
 
-    async def _running(self) -> Mapping[str, int]:
-        """What each runtime says it works on, of those that say it in time."""
+    async def _figures(self) -> Mapping[str, RuntimeFigures]:
+        """What each runtime says of itself, of those that say it in time."""
         ready = [
             record.resident.resident_id
             for _, record in self._engine.world.residents()
             if record.resident.state in (ResidentState.READY, ResidentState.DRAINING)
         ]
-        told = await asyncio.gather(*(self._running_of(resident_id) for resident_id in ready))
-        return {resident_id: count for resident_id, count in zip(ready, told, strict=True) if count is not None}
+        told = await asyncio.gather(*(self._figures_of(resident_id) for resident_id in ready))
+        return {resident_id: one for resident_id, one in zip(ready, told, strict=True) if one is not None}
 
-    async def _running_of(self, resident_id: str) -> int | None:
+    async def _figures_of(self, resident_id: str) -> RuntimeFigures | None:
         try:
-            async with asyncio.timeout(RUNNING_TIMEOUT_SECONDS):
-                return await self._runtimes.running_requests(resident_id)
+            async with asyncio.timeout(FIGURES_TIMEOUT_SECONDS):
+                return await self._runtimes.figures(resident_id)
         except TimeoutError:
             return None

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeAlias
 
 from gpuledger.domain.failures import Failure
-from gpuledger.domain.ports import RuntimeFacts, RuntimeFault
+from gpuledger.domain.ports import RuntimeFacts, RuntimeFault, RuntimeFigures
 from gpuledger.domain.state import Kind
 
 from .process import Command
@@ -38,8 +38,8 @@ class Engine(Protocol):
         """How to start it. The key is in the environment, never in the arguments. Raises RuntimeFault."""
         ...
 
-    def running_requests(self, metrics: str) -> int | None:
-        """Requests that run or wait, by what it answers at /metrics."""
+    def figures(self, metrics: str) -> RuntimeFigures:
+        """Requests that run and wait, and how full its cache is, by what it answers at /metrics."""
         ...
 
     def complaint(self, output: bytes) -> tuple[Failure, str] | None:
@@ -52,22 +52,17 @@ def config_hash(shape: Mapping[str, Json]) -> str:
     return hashlib.sha256(json.dumps(shape, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def sum_of_gauges(metrics: str, names: Sequence[str]) -> int | None:
-    """The sum of gauges without labels in a Prometheus text; None when one is missing.
+def gauge(metrics: str, name: str) -> int | None:
+    """A gauge without labels in a Prometheus text, as an integer; None when it is missing.
 
-    >>> sum_of_gauges("# TYPE a gauge\\na 2\\nb 1.0\\n", ("a", "b"))
-    3
+    >>> gauge("# TYPE a gauge\\na 2.0\\n", "a")
+    2
     """
-    total = 0
-    for name in names:
-        match = re.search(rf"^{re.escape(name)} (\S+)\s*$", metrics, re.MULTILINE)
-        if match is None:
-            return None
-        try:
-            total += int(float(match[1]))
-        except (ValueError, OverflowError):
-            return None
-    return total
+    match = re.search(rf"^{re.escape(name)} (\S+)\s*$", metrics, re.MULTILINE)
+    try:
+        return None if match is None else int(float(match[1]))
+    except (ValueError, OverflowError):
+        return None
 
 
 def fault_of(engine: Engine, failure: Failure, detail: str, output: bytes) -> RuntimeFault:

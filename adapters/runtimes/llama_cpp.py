@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Final
 
 from gpuledger.domain.failures import Failure
-from gpuledger.domain.ports import RuntimeFacts, RuntimeFault
+from gpuledger.domain.ports import RuntimeFacts, RuntimeFault, RuntimeFigures
 from gpuledger.domain.state import Kind
 
 from . import llama_server
 from .artifacts import Artifacts
 from .config import LlamaCppConfig, Task
-from .engine import Json, config_hash, sum_of_gauges
+from .engine import Json, config_hash, gauge
 from .process import LOOPBACK, Command
 
 PACKAGE: Final = "xllamacpp"
@@ -107,8 +107,10 @@ class LlamaCpp:
         argv = (*self._find_program().argv, *place, *self._options())
         return Command(argv, {**SETTINGS, "LLAMA_API_KEY": api_key})
 
-    def running_requests(self, metrics: str) -> int | None:
-        return sum_of_gauges(metrics, ("llamacpp:requests_processing", "llamacpp:requests_deferred"))
+    def figures(self, metrics: str) -> RuntimeFigures:
+        return RuntimeFigures(
+            gauge(metrics, "llamacpp:requests_processing"), gauge(metrics, "llamacpp:requests_deferred")
+        )
 
     def complaint(self, output: bytes) -> tuple[Failure, str] | None:
         return next(((failure, detail) for pattern, failure, detail in _COMPLAINTS if pattern.search(output)), None)

@@ -22,7 +22,7 @@ import structlog
 
 from gpuledger.adapters import procfs
 from gpuledger.domain.failures import Failure
-from gpuledger.domain.ports import Endpoint, ProcessIdentity, RuntimeFacts, RuntimeFault
+from gpuledger.domain.ports import Endpoint, ProcessIdentity, RuntimeFacts, RuntimeFault, RuntimeFigures
 from gpuledger.domain.state import Kind
 from gpuledger.domain.units import MIB
 
@@ -135,13 +135,21 @@ class RuntimeManager:
     def endpoint(self, resident_id: str) -> Endpoint:
         return self._residents[resident_id].endpoint
 
-    async def running_requests(self, resident_id: str) -> int | None:
+    async def figures(self, resident_id: str) -> RuntimeFigures | None:
         """None also for a resident that is not ready, or too busy to say."""
         resident = self._residents.get(resident_id)
         if resident is None or not resident.ready:
             return None
         text = await checks.metrics(self._client(), resident.endpoint)
-        return None if text is None else resident.engine.running_requests(text)
+        return None if text is None else resident.engine.figures(text)
+
+    async def sleep(self, resident_id: str) -> None:
+        """Raises RuntimeFault: no runtime here can sleep yet; KeyError for an unknown resident."""
+        raise RuntimeFault(Failure.HEALTHCHECK_FAILED, "cannot_sleep", self._residents[resident_id].child.log.tail())
+
+    async def wake(self, resident_id: str) -> None:
+        """Raises as `sleep` does."""
+        raise RuntimeFault(Failure.HEALTHCHECK_FAILED, "cannot_wake", self._residents[resident_id].child.log.tail())
 
     async def exited(self, resident_id: str) -> RuntimeFault:
         """Raises KeyError for an unknown resident. Of one that `stop` ended the detail is `stopped`."""

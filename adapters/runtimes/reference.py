@@ -6,12 +6,12 @@ import sys
 from typing import Final
 
 from gpuledger.domain.failures import Failure
-from gpuledger.domain.ports import RuntimeFacts
+from gpuledger.domain.ports import RuntimeFacts, RuntimeFigures
 from gpuledger.domain.state import Kind
 
 from . import reference_server
 from .config import ReferenceConfig
-from .engine import config_hash, sum_of_gauges
+from .engine import config_hash, gauge
 from .process import Command
 
 #: Raised when what the server holds for the same configuration changes.
@@ -50,8 +50,10 @@ class Reference:
         program = (sys.executable, "-I", "-S", reference_server.__file__)
         return Command((*program, str(port), self._config.model_dump_json()), {"GPULEDGER_API_KEY": api_key})
 
-    def running_requests(self, metrics: str) -> int | None:
-        return sum_of_gauges(metrics, ("reference:requests_processing", "reference:requests_deferred"))
+    def figures(self, metrics: str) -> RuntimeFigures:
+        return RuntimeFigures(
+            gauge(metrics, "reference:requests_processing"), gauge(metrics, "reference:requests_deferred")
+        )
 
     def complaint(self, output: bytes) -> tuple[Failure, str] | None:
         return (Failure.GPU_OOM, "out_of_memory") if b"out of memory" in output else None

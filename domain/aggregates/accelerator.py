@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias, TypeVar, assert_never
+from typing import Final, TypeAlias, TypeVar, assert_never
 
 from ..events import (
     AcceleratorHealthChanged,
@@ -21,6 +22,8 @@ from ..events import (
     LeaseRoomConfirmed,
     MemoryNotReclaimed,
     PressureChanged,
+    ProfilingEnded,
+    ProfilingStarted,
     ResidencyMaterialized,
     ResidentDrainStarted,
     ResidentEvicted,
@@ -28,13 +31,16 @@ from ..events import (
     ResidentLoadStarted,
     ResidentProcessStarted,
     ResidentReady,
+    ResidentSlept,
+    ResidentWoken,
     SampledAccelerator,
     SampledResident,
+    ThrashingDetected,
 )
 from ..policy import Priority
 from ..ports import ProcessIdentity
 from ..pressure import PressureTrack
-from ..state import Accelerator, Lease, Resident, ResidentState, Sample
+from ..state import Accelerator, Health, Lease, Resident, ResidentState, Sample
 
 _V = TypeVar("_V")
 
@@ -54,17 +60,33 @@ AcceleratorEvent: TypeAlias = (
     | ResidentLoadStarted
     | ResidentProcessStarted
     | ResidentReady
+    | ResidentSlept
+    | ResidentWoken
     | ResidentDrainStarted
     | EvictionStarted
+    | ThrashingDetected
+    | ProfilingStarted
+    | ProfilingEnded
     | ResidentEvicted
     | MemoryNotReclaimed
     | ResidentFailed
 )
 
 
+#: Faults of the device itself: they stand until an operator clears them, whatever later samples say.
+_LATCHED: Final = re.compile(r"ECC_UNCORRECTED|ROW_REMAP_FAILED|XID_[0-9]+")
+#: Of evictions that made room for another deployment so many are remembered: enough to see who evicts whom.
+MAX_DISPLACEMENTS: Final = 64
+#: Pairs that thrash, of which the newest are shown.
+MAX_THRASHING: Final = 16
+
+
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """An eviction under way, and the evidence so far that it is finished (semantics.md 7)."""
+    """An eviction under way, and the evidence so far that it is finished (semantics.md 7).
+
+    With `sleeps` the process stays, and it is finished when no more than `left_bytes` are shown.
+    """
 
     cause: EvictionCause
     started_at: int
@@ -72,6 +94,26 @@ class Eviction:
     used_bytes: int | None
     by_lease_id: str | None
     gone_samples: int = 0
+    sleeps: bool = False
+    left_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Displacement:
+    """One resident that left to make room for another deployment."""
+
+    evictor: str
+    victim: str
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFault:
+    """A fault of the device itself, as it was seen first; `mark` grows with each further one of its cause."""
+
+    health: Health
+    cause: str
+    mark: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +121,9 @@ class ResidentRecord:
     """A resident as the planner sees it, and what only the lifecycle needs.
 
     `awaits`: residents whose evictions its reservation waits for. `clear_at`: when the last of them was finished (or
-    the grant was made); only a sample observed after it is fresh. `load_base_bytes`: `used` when its load began.
+    the grant was made); only a sample observed after it is fresh. `load_base_bytes`: `used` when its load began, less
+    what it held then. `asleep`: its process sleeps, and is woken rather than loaded. `starts_alone`: no other may start
+    or stop on its accelerator while it does.
     """
 
     resident: Resident
@@ -91,6 +135,15 @@ class ResidentRecord:
     drain_started_at: int | None = None
     eviction: Eviction | None = None
     alive: bool = False
+    asleep: bool = False
+    starts_alone: bool = False
+    waiting_requests: int | None = None
+    cache_use_bp: int | None = None
+
+    @property
+    def waits_to_load(self) -> bool:
+        """Granted, and not begun: only a fresh sample lets its load or wake begin (semantics.md 7)."""
+        return self.resident.state is ResidentState.LOADING and not self.load_started
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +161,9 @@ class AcceleratorState:
     """`failures` counts failed loads in a row per deployment; `generations` numbers the residents of a deployment.
 
     `released_at`: when work last ended here; the queue is not planned on a sample from before it (semantics.md 7).
-    `changed_total`: a total that differs from the registered one, and in how many samples in a row.
+    `changed_total`: a total that differs from the registered one, and in how many samples in a row. `fault`: of the
+    device itself, not yet cleared; `cleared`: by cause the mark up to which an operator did. `blind`: why memory is not
+    attributed by process. `profiling`: the deployment whose envelope is being measured here.
     """
 
     accelerator: Accelerator
@@ -129,6 +184,13 @@ class AcceleratorState:
     backoff: Mapping[str, int] = field(default_factory=dict[str, int])
     failures: Mapping[str, int] = field(default_factory=dict[str, int])
     generations: Mapping[str, int] = field(default_factory=dict[str, int])
+    health_cause: str = ""
+    fault: DeviceFault | None = None
+    cleared: Mapping[str, int] = field(default_factory=dict[str, int])
+    blind: str | None = None
+    profiling: str | None = None
+    displacements: tuple[Displacement, ...] = ()
+    thrashing: tuple[ThrashingDetected, ...] = ()
 
     def resident_of(self, deployment_id: str) -> ResidentRecord | None:
         """The one resident of a deployment here, if any (semantics.md 2)."""
@@ -165,7 +227,7 @@ def evolve(state: AcceleratorState, event: AcceleratorEvent) -> AcceleratorState
         case AcceleratorRetired():
             return replace(state, retired=True, sample=None, track=None)
         case AcceleratorHealthChanged():
-            return replace(state, accelerator=replace(state.accelerator, health=event.health))
+            return _health_changed(state, event)
         case PressureChanged():
             return state  # the level itself is folded from the samples; this event moves the version of the stream
         case LeaseGranted():
@@ -175,7 +237,7 @@ def evolve(state: AcceleratorState, event: AcceleratorEvent) -> AcceleratorState
         case LeaseReleased():
             return _released(state, event)
         case LeaseExpired() | LeasePreempted():
-            return replace(state, leases=_without(state.leases, event.lease_id))
+            return _sleeps_on(replace(state, leases=_without(state.leases, event.lease_id)), event.resident_id)
         case ResidentLoadStarted():
             return _load_started(state, event)
         case ResidentProcessStarted():
@@ -184,12 +246,22 @@ def evolve(state: AcceleratorState, event: AcceleratorEvent) -> AcceleratorState
         case ResidencyMaterialized():
             return _materialized(state, event)
         case ResidentReady():
-            return _ready(state, event)
+            return _ready(state, event.resident_id, event.ready_at, event.load_ms)
+        case ResidentSlept():
+            return _slept(state, event)
+        case ResidentWoken():
+            return _ready(state, event.resident_id, event.woken_at, event.wake_ms)
         case ResidentDrainStarted():
             drained = _move(state, event.resident_id, ResidentState.DRAINING)
             return _update(drained, event.resident_id, drain_started_at=event.started_at)
         case EvictionStarted():
             return _eviction_started(state, event)
+        case ThrashingDetected():
+            return _thrashing(state, event)
+        case ProfilingStarted():
+            return replace(state, profiling=event.deployment_id)
+        case ProfilingEnded():
+            return replace(state, profiling=None)
         case ResidentEvicted() | MemoryNotReclaimed():
             return _gone(state, event.resident_id, event.finished_at)
         case ResidentFailed():
@@ -225,6 +297,7 @@ def observe(
         missed=None,
         invalid=None,
         changed_total=None,
+        blind=sampled.blind,
     )
 
 
@@ -236,8 +309,10 @@ def miss(state: AcceleratorState, code: str) -> AcceleratorState:
 def _seen(record: ResidentRecord, seen: SampledResident) -> ResidentRecord:
     """A resident as a sample shows it. Most show it as the one before did, and samples are most of a ledger."""
     known, eviction = record.resident, record.eviction
-    as_known = (known.attributed_bytes, known.attribution, known.running_requests, record.alive)
-    if eviction is None and as_known == (seen.attributed_bytes, seen.attribution, seen.running_requests, seen.alive):
+    told = (record.waiting_requests, record.cache_use_bp)
+    as_known = (known.attributed_bytes, known.attribution, known.running_requests, record.alive, *told)
+    shown = (seen.attributed_bytes, seen.attribution, seen.running_requests, seen.alive)
+    if eviction is None and as_known == (*shown, seen.waiting_requests, seen.cache_use_bp):
         return record
     resident = replace(
         known,
@@ -246,14 +321,28 @@ def _seen(record: ResidentRecord, seen: SampledResident) -> ResidentRecord:
         running_requests=seen.running_requests,
     )
     if eviction is not None:
-        gone = not seen.alive and seen.attributed_bytes == 0
+        gone = _is_done(eviction, seen)
         eviction = replace(eviction, gone_samples=eviction.gone_samples + 1 if gone else 0)
-    return replace(record, resident=resident, alive=seen.alive, eviction=eviction)
+    return replace(
+        record,
+        resident=resident,
+        alive=seen.alive,
+        eviction=eviction,
+        waiting_requests=seen.waiting_requests,
+        cache_use_bp=seen.cache_use_bp,
+    )
+
+
+def _is_done(eviction: Eviction, seen: SampledResident) -> bool:
+    """Whether a sample shows what the eviction is for: a process that is gone, or one that holds little."""
+    if eviction.sleeps:
+        return seen.alive and seen.attributed_bytes <= eviction.left_bytes
+    return not seen.alive and seen.attributed_bytes == 0
 
 
 def forget_sample(state: AcceleratorState) -> AcceleratorState:
     """Before the first sample of a run of the scheduler. The level of pressure stands; its evidence ages by itself."""
-    return replace(state, sample=None, missed=None, invalid=None, changed_total=None)
+    return replace(state, sample=None, missed=None, invalid=None, changed_total=None, profiling=None)
 
 
 # ---- one function per event -------------------------------------------------------------------------------------
@@ -287,7 +376,12 @@ def _granted(state: AcceleratorState, event: LeaseGranted) -> AcceleratorState:
         preemptions=event.preemptions,
     )
     record = state.residents.get(event.resident_id)
-    record = _new_resident(event) if record is None else _joined(record, event)
+    if record is None:
+        record = _new_resident(event)
+    elif event.start == "wake":
+        record = _waking(record, event)
+    else:
+        record = _joined(record, event)
     confirmed = event.start != "warm" or event.needed_bytes == 0
     generations = dict(state.generations)
     if event.start == "cold":
@@ -319,7 +413,22 @@ def _new_resident(event: LeaseGranted) -> ResidentRecord:
         ),
         awaits=event.awaits,
         clear_at=event.granted_at,
+        starts_alone=event.starts_alone,
     )
+
+
+def _waking(record: ResidentRecord, event: LeaseGranted) -> ResidentRecord:
+    """A wake turns its resident LOADING, so whoever asks next joins it (semantics.md 2)."""
+    resident = replace(
+        record.resident,
+        state=ResidentState.LOADING,
+        reserved_bytes=event.reserved_bytes,
+        loaded_at=event.loaded_at,
+        start_ms=event.start_ms,
+        leased_priority=more_important(record.resident.leased_priority, event.priority),
+    )
+    awaits, clear_at = (*record.awaits, *event.awaits), event.granted_at
+    return replace(record, resident=resident, awaits=awaits, clear_at=clear_at, load_started=False)
 
 
 def _joined(record: ResidentRecord, event: LeaseGranted) -> ResidentRecord:
@@ -355,7 +464,7 @@ def _with_lease(state: AcceleratorState, lease_id: str, event: LeaseRenewed | Le
 
 
 def _released(state: AcceleratorState, event: LeaseReleased) -> AcceleratorState:
-    state = replace(state, leases=_without(state.leases, event.lease_id))
+    state = _sleeps_on(replace(state, leases=_without(state.leases, event.lease_id)), event.resident_id)
     record = state.residents.get(event.resident_id)
     if record is None or not event.used:
         return state
@@ -369,12 +478,22 @@ def _released(state: AcceleratorState, event: LeaseReleased) -> AcceleratorState
     )
 
 
+def _sleeps_on(state: AcceleratorState, resident_id: str) -> AcceleratorState:
+    """A wake that has not begun, and that nobody waits for any more, is none: the resident sleeps as before."""
+    record = state.residents.get(resident_id)
+    if record is None or not record.asleep or not record.waits_to_load or state.leases_on(resident_id):
+        return state
+    resident = replace(record.resident, state=ResidentState.SLEEPING, available_at=None)
+    return _update(state, resident_id, resident=resident, awaits=())
+
+
 def _load_started(state: AcceleratorState, event: ResidentLoadStarted) -> AcceleratorState:
     record = state.residents.get(event.resident_id)
     if record is None:
         return state
     resident = replace(record.resident, loaded_at=event.loaded_at)
-    return _update(state, event.resident_id, resident=resident, load_started=True, load_base_bytes=event.used_bytes)
+    base_bytes = max(0, event.used_bytes - resident.attributed_bytes)
+    return _update(state, event.resident_id, resident=resident, load_started=True, load_base_bytes=base_bytes)
 
 
 def _materialized(state: AcceleratorState, event: ResidencyMaterialized) -> AcceleratorState:
@@ -391,24 +510,77 @@ def _capped(lease: Lease, event: ResidencyMaterialized) -> int:
     return min(lease.reserved_bytes, event.materialized_bytes)
 
 
-def _ready(state: AcceleratorState, event: ResidentReady) -> AcceleratorState:
-    record = state.residents.get(event.resident_id)
+def _ready(state: AcceleratorState, resident_id: str, at: int, start_ms: int) -> AcceleratorState:
+    record = state.residents.get(resident_id)
     if record is None:
         return state
-    resident = replace(record.resident, state=ResidentState.READY, start_ms=event.load_ms, last_used_at=event.ready_at)
+    resident = replace(record.resident, state=ResidentState.READY, start_ms=start_ms, last_used_at=at)
     deployment_id = resident.deployment_id
-    return replace(
-        state,
-        residents={**state.residents, event.resident_id: replace(record, resident=resident)},
-        backoff=_without(state.backoff, deployment_id),
-        failures=_without(state.failures, deployment_id),
+    return _start_over(
+        replace(
+            state,
+            residents={**state.residents, resident_id: replace(record, resident=resident, asleep=False)},
+            backoff=_without(state.backoff, deployment_id),
+            failures=_without(state.failures, deployment_id),
+        ),
+        record,
+        at,
     )
 
 
+def _start_over(state: AcceleratorState, started: ResidentRecord, at: int) -> AcceleratorState:
+    """Evictions that had to wait for the start of one that starts alone have their time from now on."""
+    if not started.starts_alone:
+        return state
+    residents = {
+        key: replace(record, eviction=replace(record.eviction, started_at=max(at, record.eviction.started_at)))
+        if record.eviction is not None
+        else record
+        for key, record in state.residents.items()
+    }
+    return replace(state, residents=residents)
+
+
 def _eviction_started(state: AcceleratorState, event: EvictionStarted) -> AcceleratorState:
-    moved = _move(state, event.resident_id, ResidentState.UNLOADING)
-    eviction = Eviction(event.cause, event.started_at, event.attributed_bytes, event.used_bytes, event.by_lease_id)
+    """A sleep leaves it DRAINING: on its way, but what will be free then is not all that it holds."""
+    sleeps = event.action == "sleep"
+    state = _displaced(state, event)
+    moved = _move(state, event.resident_id, ResidentState.DRAINING if sleeps else ResidentState.UNLOADING)
+    eviction = Eviction(
+        event.cause,
+        event.started_at,
+        event.attributed_bytes,
+        event.used_bytes,
+        event.by_lease_id,
+        sleeps=sleeps,
+        left_bytes=event.left_bytes,
+    )
     return _update(moved, event.resident_id, eviction=eviction)
+
+
+def _displaced(state: AcceleratorState, event: EvictionStarted) -> AcceleratorState:
+    if event.cause is not EvictionCause.PLAN or event.by is None:
+        return state
+    newest = Displacement(event.by, event.deployment_id, event.started_at)
+    return replace(state, displacements=(*state.displacements, newest)[-MAX_DISPLACEMENTS:])
+
+
+def _thrashing(state: AcceleratorState, event: ThrashingDetected) -> AcceleratorState:
+    """Said once: the pair is counted anew from here."""
+    pair = (event.evictor, event.victim)
+    left = tuple(one for one in state.displacements if (one.evictor, one.victim) != pair)
+    others = tuple(one for one in state.thrashing if (one.evictor, one.victim) != pair)
+    return replace(state, displacements=left, thrashing=(*others, event)[-MAX_THRASHING:])
+
+
+def _slept(state: AcceleratorState, event: ResidentSlept) -> AcceleratorState:
+    """What waited for the eviction waits no more; the process is still there, and so is the resident."""
+    state = _move(state, event.resident_id, ResidentState.SLEEPING)
+    state = _update(state, event.resident_id, eviction=None, asleep=True, drain_started_at=None)
+    residents = {
+        key: _no_longer_awaits(record, event.resident_id, event.slept_at) for key, record in state.residents.items()
+    }
+    return replace(state, residents=residents)
 
 
 def _gone(state: AcceleratorState, resident_id: str, finished_at: int) -> AcceleratorState:
@@ -431,7 +603,10 @@ def _no_longer_awaits(record: ResidentRecord, gone_id: str, finished_at: int) ->
 
 
 def _failed(state: AcceleratorState, event: ResidentFailed) -> AcceleratorState:
+    failed = state.residents.get(event.resident_id)
     state = _move(state, event.resident_id, ResidentState.FAILED)
+    if failed is not None:
+        state = _start_over(state, failed, event.failed_at)
     if event.backoff_until is None:
         return state
     return replace(
@@ -439,6 +614,22 @@ def _failed(state: AcceleratorState, event: ResidentFailed) -> AcceleratorState:
         backoff={**state.backoff, event.deployment_id: event.backoff_until},
         failures={**state.failures, event.deployment_id: event.attempt},
     )
+
+
+def _health_changed(state: AcceleratorState, event: AcceleratorHealthChanged) -> AcceleratorState:
+    fault, cleared = state.fault, state.cleared
+    if event.by is not None:
+        cleared = cleared if fault is None else {**cleared, fault.cause: max(fault.mark, cleared.get(fault.cause, 0))}
+        fault = None
+    elif is_of_device(event.cause):
+        fault = DeviceFault(event.health, event.cause, event.mark)
+    accelerator = replace(state.accelerator, health=event.health)
+    return replace(state, accelerator=accelerator, health_cause=event.cause, fault=fault, cleared=cleared)
+
+
+def is_of_device(cause: str) -> bool:
+    """Whether a fault is one of the device itself, which only an operator can declare over."""
+    return _LATCHED.fullmatch(cause) is not None
 
 
 # ---- helpers ----------------------------------------------------------------------------------------------------

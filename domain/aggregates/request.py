@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeAlias, assert_never
 
-from ..events import PlanDecided, RequestQueued, RequestReceived
+from ..events import PlanDecided, RequestFellBack, RequestQueued, RequestReceived, RequestRetried
 from ..reasons import Reason
 from ..state import PlanRequest, QueuedRequest, WaitingFor
 
-RequestEvent: TypeAlias = RequestReceived | PlanDecided | RequestQueued
+RequestEvent: TypeAlias = RequestReceived | PlanDecided | RequestQueued | RequestRetried | RequestFellBack
 
 
 class Phase(StrEnum):
@@ -23,7 +23,10 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RequestState:
-    """`replans`: how often a grant of it was taken back before work began. `plans`: how many plans it has had."""
+    """`replans`: how often a grant of it was taken back before work began. `plans`: how many plans it has had.
+
+    `retries`: how often it was lost to a failure and tried again; `held_by`: a resident that has to be gone first.
+    """
 
     question: PlanRequest
     operation: str
@@ -38,6 +41,8 @@ class RequestState:
     plans: int = 0
     preemptions: int = 0
     content_mac: str | None = None
+    retries: int = 0
+    held_by: str | None = None
 
     @property
     def last_reason(self) -> Reason:
@@ -83,7 +88,13 @@ def evolve(state: RequestState, event: RequestEvent) -> RequestState:
         case PlanDecided():
             return replace(state, plans=state.plans + 1)
         case RequestQueued():
-            return replace(state, phase=Phase.QUEUED, waiting_for=event.waiting_for)
+            return replace(state, phase=Phase.QUEUED, waiting_for=event.waiting_for, held_by=None)
+        case RequestRetried():
+            again = _to_be_planned(state)
+            return replace(again, retries=state.retries + 1, held_by=event.after_resident_id)
+        case RequestFellBack():
+            question = replace(state.question, fallback_rank=event.fallback_rank)
+            return replace(_to_be_planned(state), question=question)
         case _:
             assert_never(event)
 
@@ -98,18 +109,26 @@ def granted(state: RequestState, lease_id: str, accelerator_id: str, resident_id
         accelerator_id=accelerator_id,
         resident_id=resident_id,
         granted_at=granted_at,
+        held_by=None,
     )
 
 
 def ungranted(state: RequestState, *, preempted: bool) -> RequestState:
     """It lost its lease before work began: to be planned again at its old place (semantics.md 6.4, 7)."""
     return replace(
+        _to_be_planned(state),
+        replans=state.replans + (0 if preempted else 1),
+        preemptions=state.preemptions + (1 if preempted else 0),
+    )
+
+
+def _to_be_planned(state: RequestState) -> RequestState:
+    return replace(
         state,
         phase=Phase.PENDING,
+        waiting_for=None,
         lease_id=None,
         accelerator_id=None,
         resident_id=None,
         granted_at=None,
-        replans=state.replans + (0 if preempted else 1),
-        preemptions=state.preemptions + (1 if preempted else 0),
     )

@@ -25,7 +25,7 @@ from gpuledger.adapters import procfs
 from gpuledger.adapters.runtimes.config import RuntimeConfig
 from gpuledger.adapters.runtimes.manager import RuntimeManager
 from gpuledger.domain.failures import Failure
-from gpuledger.domain.ports import Endpoint, ProcessIdentity, RuntimeFault, Runtimes
+from gpuledger.domain.ports import Endpoint, ProcessIdentity, RuntimeFault, RuntimeFigures, Runtimes
 
 pytestmark = pytest.mark.anyio
 
@@ -118,7 +118,7 @@ class RuntimesContract:
         assert procfs.is_alive(process)
         assert b"launcher.py" in process_file(process, "cmdline")
         assert not answers(runtimes.endpoint("r"))
-        assert await runtimes.running_requests("r") is None
+        assert await runtimes.figures("r") is None
         await runtimes.load("r")
         assert procfs.is_alive(process)
         assert b"launcher.py" not in process_file(process, "cmdline")
@@ -160,7 +160,7 @@ class RuntimesContract:
     async def test_an_idle_runtime_says_so(self, runtimes: Runtimes) -> None:
         await runtimes.spawn("r", "d", HOST)
         await runtimes.load("r")
-        assert await runtimes.running_requests("r") == 0
+        assert await runtimes.figures("r") == RuntimeFigures(0, 0)
 
     async def test_keys_differ_and_are_in_no_argument(self, runtimes: Runtimes) -> None:
         processes = [await runtimes.spawn(resident, "d", HOST) for resident in ("r", "s")]
@@ -206,7 +206,7 @@ class RuntimesContract:
 
     async def test_what_is_unknown_is_gone(self, runtimes: Runtimes) -> None:
         await runtimes.stop("nobody", 30)
-        assert await runtimes.running_requests("nobody") is None
+        assert await runtimes.figures("nobody") is None
         with pytest.raises(KeyError):
             runtimes.endpoint("nobody")
 

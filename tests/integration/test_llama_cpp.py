@@ -18,7 +18,7 @@ from gpuledger.adapters.runtimes import llama_server
 from gpuledger.adapters.runtimes.config import LlamaCppConfig, Task
 from gpuledger.adapters.runtimes.manager import RuntimeManager
 from gpuledger.domain.failures import Failure
-from gpuledger.domain.ports import RuntimeFault
+from gpuledger.domain.ports import RuntimeFault, RuntimeFigures
 
 pytestmark = pytest.mark.anyio
 
@@ -182,7 +182,7 @@ async def test_a_llama_server_is_run_with_the_same_options(tiny_chat_gguf: Path,
         await runtimes.load("r")
         settings = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
         assert b"LLAMA_ARG_CACHE_RAM=0" in settings
-        assert await runtimes.running_requests("r") == 0
+        assert await runtimes.figures("r") == RuntimeFigures(0, 0)
 
 
 async def test_deployments_are_loaded_side_by_side(minilm_gguf: Path, tiny_chat_gguf: Path, tmp_path: Path) -> None:

@@ -330,7 +330,7 @@ class VirtualShell:
         """Read every card, now."""
         self._sampled_at = self.now
         self._next_sample = None
-        self.feed(SampleTaken(NODE, self._reading(), self._running()))
+        self.feed(SampleTaken(NODE, self._reading(), self._figures()))
 
     def _append(self, recorded: tuple[Recorded, ...]) -> None:
         for event in recorded:
@@ -466,8 +466,8 @@ class VirtualShell:
             foreign_processes=1 if card.external_bytes else 0,
         )
 
-    def _running(self) -> dict[str, int]:
-        return {p.resident_id: p.working for p in self.processes.values() if not p.gone and p.loaded}
+    def _figures(self) -> dict[str, RuntimeFigures]:
+        return {p.resident_id: RuntimeFigures(p.working) for p in self.processes.values() if not p.gone and p.loaded}
 
 
 def busy_day(

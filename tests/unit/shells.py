@@ -28,6 +28,7 @@ from gpuledger.domain.ports import (
     ProcessIdentity,
     RuntimeFacts,
     RuntimeFault,
+    RuntimeFigures,
     TelemetryFault,
 )
 from gpuledger.domain.state import Envelope, Health, Kind
@@ -41,6 +42,7 @@ _T = TypeVar("_T")
 
 HOST = "host:local"
 MODEL_BYTES = 64 * MIB
+ASLEEP_BYTES = MODEL_BYTES // 8
 PATIENCE_SECONDS = 30.0
 #: Of requests: an id is used once in the life of a ledger.
 NUMBERS = count(1)
@@ -112,8 +114,14 @@ class Machine:
             raise KeyError(resident_id)
         return Endpoint("http://127.0.0.1:1", "key")
 
-    async def running_requests(self, resident_id: str) -> int | None:
-        return 0
+    async def figures(self, resident_id: str) -> RuntimeFigures | None:
+        return RuntimeFigures(0, 0)
+
+    async def sleep(self, resident_id: str) -> None:
+        self.held[resident_id] = ASLEEP_BYTES
+
+    async def wake(self, resident_id: str) -> None:
+        await self.load(resident_id)
 
     async def exited(self, resident_id: str) -> RuntimeFault:
         return await asyncio.shield(self.exits[resident_id])

@@ -20,7 +20,7 @@ from gpuledger.adapters.runtimes.config import ReferenceConfig
 from gpuledger.adapters.runtimes.manager import MARK, SCHEDULER_MARK, RuntimeManager
 from gpuledger.adapters.runtimes.process import AT_ONCE, end_tree
 from gpuledger.domain.failures import Failure
-from gpuledger.domain.ports import ProcessIdentity, RuntimeFault
+from gpuledger.domain.ports import ProcessIdentity, RuntimeFault, RuntimeFigures
 from gpuledger.domain.units import MIB
 
 pytestmark = pytest.mark.anyio
@@ -49,7 +49,7 @@ class Loaded:
         return await self.http.post(path, json=document)
 
     async def until_running(self, count: int) -> None:
-        while await self.runtimes.running_requests("r") != count:
+        while (told := await self.runtimes.figures("r")) is None or told.busy != count:
             await asyncio.sleep(0.01)
 
     @asynccontextmanager
@@ -175,7 +175,7 @@ async def test_what_is_no_question_is_refused(tmp_path: Path, path: str, documen
         answer = await runtime.http.post(path, json=document)
         assert answer.status_code == status
         assert answer.json()["error"]["message"]
-        assert await runtime.runtimes.running_requests("r") == 0
+        assert await runtime.runtimes.figures("r") == RuntimeFigures(0, 0)
 
 
 async def test_it_is_unavailable_while_it_loads(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ async def test_it_is_unavailable_while_it_loads(tmp_path: Path) -> None:
                 except httpx.ConnectError:
                     await asyncio.sleep(0.01)
         assert health.status_code == 503
-        assert await runtimes.running_requests("r") is None
+        assert await runtimes.figures("r") is None
         await runtimes.stop("r", 30)
         assert await fault_of(loading) == (Failure.MODEL_LOAD_FAILED, "stopped")
 

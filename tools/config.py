@@ -207,7 +207,7 @@ _UNITS: Final[Mapping[str, int]] = {
 }
 _SIZE: Final = re.compile(rf"([0-9]{{1,16}}(?:\.[0-9]{{1,9}})?) ?({'|'.join(_UNITS)})")
 #: Mappings whose keys are an operator's own words.
-_LABELS: Final = frozenset({"labels", "node_selector"})
+_LABELS: Final = frozenset({"labels", "node_selector", "check_schema", "check_body", "set"})
 
 
 def _with_sizes(value: Json, key: str = "") -> Json:

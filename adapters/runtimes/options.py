@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Final, Self, TypeAlias
+from typing import Annotated, Any, Final, Self, TypeAlias, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+import jsonschema
+from jsonschema.protocols import Validator
+from jsonschema.validators import validator_for
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from gpuledger.adapters.paths import written_path
+from gpuledger.domain.units import GIB, MIB
 
 #: Context key of `model_validate`: the folder that relative paths are relative to.
 BASE_FOLDER: Final = "base_folder"
 
 Positive: TypeAlias = Annotated[int, Field(ge=1, le=2**31 - 1)]
+#: Of what is wrong with a schema: its words may quote the whole of it.
+_SHOWN_CHARACTERS: Final = 200
 
 
 class Task(StrEnum):
@@ -21,6 +28,8 @@ class Task(StrEnum):
 
     EMBEDDING = "embedding"
     CHAT = "chat"
+    TRANSCRIPTION = "transcription"
+    RERANK = "rerank"
 
 
 def resolve(path: object, info: ValidationInfo) -> object:
@@ -46,11 +55,52 @@ class RuntimeOptions(BaseModel):
     max_inputs: Positive = Field(
         default=256, le=2048, description="Texts that one embeddings request may bring; each costs memory."
     )
+    max_images: int = Field(default=0, ge=0, le=64, description="Images that one chat request may bring.")
+    max_audio_bytes: Positive = Field(
+        default=25 * MIB, le=GIB, description="The longest recording that one transcription request may bring."
+    )
     dimensions: Positive | None = Field(default=None, description="Length of an embedding, checked at load when given.")
     load_timeout_seconds: Positive = Field(default=120, le=86_400, description="From its first instruction to ready.")
+    check_schema: Mapping[str, Any] | None = Field(
+        default=None, description="A JSON schema that the answer of the functional check must satisfy."
+    )
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether it can give its memory back and keep its process."""
+        return False
+
+    @field_validator("check_schema")
+    @classmethod
+    def _is_a_schema(cls, schema: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        if schema is not None:
+            kind: type[Validator] = validator_for(schema, default=jsonschema.Draft202012Validator)
+            try:
+                kind.check_schema(dict(schema))
+            except jsonschema.SchemaError as error:
+                raise ValueError(f"is no JSON schema: {error.message[:_SHOWN_CHARACTERS]}") from None
+            # A reference to elsewhere would be fetched, by whoever judges an answer.
+            if not all(reference.startswith("#") for reference in _references(schema)):
+                raise ValueError("must refer to nothing outside itself: each $ref begins with #")
+        return schema
 
     @model_validator(mode="after")
-    def _dimensions_are_of_embeddings(self) -> Self:
+    def _limits_are_of_their_task(self) -> Self:
         if self.dimensions is not None and self.task is not Task.EMBEDDING:
             raise ValueError("dimensions: only a deployment that serves embeddings has them")
+        if self.max_images and self.task is not Task.CHAT:
+            raise ValueError("max_images: only a deployment that chats takes images")
+        if "max_audio_bytes" in self.model_fields_set and self.task is not Task.TRANSCRIPTION:
+            raise ValueError("max_audio_bytes: only a deployment that transcribes takes recordings")
         return self
+
+
+def _references(schema: object) -> Iterator[str]:
+    if isinstance(schema, Mapping):
+        entries = cast("Mapping[str, object]", schema)
+        yield from (str(entries[key]) for key in ("$ref", "$dynamicRef") if isinstance(entries.get(key), str))
+        parts: Iterable[object] = entries.values()
+    else:
+        parts = cast("list[object]", schema) if isinstance(schema, list) else ()
+    for part in parts:
+        yield from _references(part)

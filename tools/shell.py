@@ -78,7 +78,7 @@ class Gauge(Protocol):
 @dataclass(slots=True)
 class _Entry:
     told: Told
-    answer: asyncio.Future[None] | None
+    answer: asyncio.Future[tuple[Recorded, ...]] | None
 
     def input(self) -> Input:
         return self.told() if callable(self.told) else self.told
@@ -137,11 +137,11 @@ class Engine:
         """Something happened; nobody waits for the record of it."""
         self._put(_Entry(told, None))
 
-    async def ask(self, told: Told) -> None:
-        """Wait until it is recorded. Raises LedgerUnavailable, LedgerCorrupt, RequestKnown, DecisionFailed."""
-        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    async def ask(self, told: Told) -> tuple[Recorded, ...]:
+        """What was recorded of it, when it was. Raises LedgerUnavailable, LedgerCorrupt, RequestKnown, DecisionFailed."""
+        answer: asyncio.Future[tuple[Recorded, ...]] = asyncio.get_running_loop().create_future()
         self._put(_Entry(told, answer))
-        await answer
+        return await answer
 
     def poke(self) -> None:
         """Look again at what is wanted: an effect ended without anything to record."""
@@ -173,8 +173,9 @@ class Engine:
 
     async def _take(self, entry: _Entry) -> None:
         failure: Exception | None = None
+        recorded: tuple[Recorded, ...] = ()
         try:
-            await self._handle(entry)
+            recorded = await self._handle(entry)
         except (LedgerUnavailable, LedgerCorrupt) as error:
             self._note_trouble(error)
             if isinstance(entry.told, KEPT):
@@ -188,11 +189,11 @@ class Engine:
             failure = DecisionFailed(repr(error))
         if entry.answer is not None and not entry.answer.done():
             if failure is None:
-                entry.answer.set_result(None)
+                entry.answer.set_result(recorded)
             else:
                 entry.answer.set_exception(failure)
 
-    async def _handle(self, entry: _Entry) -> None:
+    async def _handle(self, entry: _Entry) -> tuple[Recorded, ...]:
         asked = entry.told
         stream = None
         if isinstance(asked, RequestArrived):
@@ -203,7 +204,7 @@ class Engine:
         def decide(world: World, now: int, attempt: int) -> Batch | None:
             return self._scheduler.handle(world, entry.input(), now, attempt=attempt)
 
-        await self._commit(decide, stream)
+        return await self._commit(decide, stream)
 
     async def _settle(self) -> None:
         """Everything that is due. In trouble it waits for something to get through."""
@@ -252,8 +253,8 @@ class Engine:
 
     # ---- the ledger ----------------------------------------------------------------------------------------------
 
-    async def _commit(self, decide: Decide, own_stream: str | None = None) -> bool:
-        """Decide and append until no other writer is in the way. False when there was nothing to append.
+    async def _commit(self, decide: Decide, own_stream: str | None = None) -> tuple[Recorded, ...]:
+        """Decide and append until no other writer is in the way: what was recorded, nothing when nothing was decided.
 
         Raises RequestKnown when `own_stream`, which should be new, is not.
         """
@@ -261,7 +262,7 @@ class Engine:
             now = self._clock.now()
             batch = decide(self._world, now, attempt)
             if batch is None:
-                return False
+                return ()
             try:
                 recorded = await self._append(batch, now)
             except LedgerConflict as conflict:
@@ -274,7 +275,7 @@ class Engine:
             self._fold(recorded)
             self._out_of_trouble()
             self._snapshot_when_due()
-            return True
+            return recorded
         raise LedgerUnavailable(f"another writer was faster {MAX_ATTEMPTS} times in a row")
 
     async def _append(self, batch: Batch, now: int) -> tuple[Recorded, ...]:

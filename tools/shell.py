@@ -138,7 +138,7 @@ class Engine:
         self._put(_Entry(told, None))
 
     async def ask(self, told: Told) -> tuple[Recorded, ...]:
-        """What was recorded of it, when it was. Raises LedgerUnavailable, LedgerCorrupt, RequestKnown, DecisionFailed."""
+        """What was recorded, when it was. Raises LedgerUnavailable, LedgerCorrupt, RequestKnown, DecisionFailed."""
         answer: asyncio.Future[tuple[Recorded, ...]] = asyncio.get_running_loop().create_future()
         self._put(_Entry(told, answer))
         return await answer

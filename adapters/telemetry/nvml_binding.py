@@ -133,6 +133,10 @@ class NvmlBinding:
             )
         )
 
+    def persistent(self, device: Device) -> bool:
+        """Persistence mode: whether the driver keeps a card ready that nobody uses."""
+        return bool(_call("nvmlDeviceGetPersistenceMode", device))
+
     def remapped_rows(self, device: Device) -> RemappedRows:
         _corrected, _uncorrected, pending, failed = _call("nvmlDeviceGetRemappedRows", device)
         return RemappedRows(bool(pending), bool(failed))

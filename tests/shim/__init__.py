@@ -37,7 +37,8 @@ class ShimProcess:
 
 @dataclass(frozen=True, slots=True)
 class ShimCard:
-    """A card. `free_bytes` None: total - used. `mig`, `ecc_errors`, `remap` (pending, failed) None: not supported.
+    """A card. `free_bytes` None: total - used. `mig`, `ecc_errors`, `remap` (pending, failed), `persistence` None: not
+    supported.
 
     `mig` is 0 or 1, or the error that asking for it answers.
     """
@@ -54,6 +55,7 @@ class ShimCard:
     mig: int | None = None
     ecc_errors: int | None = None
     remap: tuple[bool, bool] | None = None
+    persistence: bool | None = None
 
     def lines(self) -> list[str]:
         """Its part of the state file (nvml_shim.c)."""
@@ -64,6 +66,7 @@ class ShimCard:
         lines += [] if self.mig is None else [f"mig {self.mig}"]
         lines += [] if self.ecc_errors is None else [f"ecc {self.ecc_errors}"]
         lines += [] if self.remap is None else [f"remap {self.remap[0]:d} {self.remap[1]:d}"]
+        lines += [] if self.persistence is None else [f"persistence {self.persistence:d}"]
         for one in self.processes:
             lines.append(f"process {one.kind} {one.pid} {'-' if one.used_bytes is None else one.used_bytes}")
         return lines

@@ -9,6 +9,7 @@
  *     card UUID          the lines up to the next card are about this one
  *       name TEXT, total N, used N, free N
  *       error CODE, memory_error CODE, process_error CODE     what all its calls, or those, answer
+ *       persistence 0|1                                       not supported when left out
  *       mig 0|1, ecc COUNT, remap PENDING FAILED              not supported when left out, as on a desktop's card;
  *                                                             mig beyond 1 is what is answered instead
  *       process LIST PID BYTES                                compute, graphics or mps; - for bytes that are withheld
@@ -35,7 +36,7 @@ typedef struct { char legacy[16]; unsigned domain, bus, device, pci_device, pci_
 
 typedef struct {
     char uuid[96], name[96];
-    int error, memory_error, process_error, mig, pending, failed;
+    int error, memory_error, process_error, mig, pending, failed, persistence;
     long long ecc;
     u64 total, used, free;
     int process_count;
@@ -60,7 +61,7 @@ static void read_line(state *all, const char *key, const char *value) {
     else if (!strcmp(key, "card") && all->card_count < MAX_CARDS) {
         one = &all->cards[all->card_count++];
         memset(one, 0, sizeof *one);
-        one->mig = one->pending = one->ecc = -1; /* not offered, as on a desktop card */
+        one->mig = one->pending = one->persistence = one->ecc = -1; /* not offered, as on a desktop card */
         snprintf(one->uuid, sizeof one->uuid, "%s", value);
     }
     else if (!one) return;
@@ -69,6 +70,7 @@ static void read_line(state *all, const char *key, const char *value) {
     else if (!strcmp(key, "memory_error")) one->memory_error = atoi(value);
     else if (!strcmp(key, "process_error")) one->process_error = atoi(value);
     else if (!strcmp(key, "mig")) one->mig = atoi(value);
+    else if (!strcmp(key, "persistence")) one->persistence = atoi(value);
     else if (!strcmp(key, "ecc")) one->ecc = atoll(value);
     else if (!strcmp(key, "remap")) sscanf(value, "%d %d", &one->pending, &one->failed);
     else if (!strcmp(key, "total")) one->total = strtoull(value, NULL, 10);
@@ -203,6 +205,13 @@ int nvmlDeviceGetMigMode(char *handle, unsigned *current, unsigned *pending) {
     if (code || one->mig < 0) return code ? code : UNSUPPORTED;
     if (one->mig > 1) return one->mig;
     *current = *pending = one->mig;
+    return OK;
+}
+int nvmlDeviceGetPersistenceMode(char *handle, unsigned *mode) {
+    card *one;
+    int code = find(handle, &one);
+    if (code || one->persistence < 0) return code ? code : UNSUPPORTED;
+    *mode = one->persistence;
     return OK;
 }
 int nvmlDeviceGetEccMode(char *handle, unsigned *current, unsigned *pending) {

@@ -1,32 +1,77 @@
 """Is it ready, does it work, what runs: the questions that are asked of a runtime over HTTP.
 
-A process that answers /health may still serve nonsense, so one real request is made and its answer is looked at.
+A process that answers /health may still serve nonsense, so real requests are made and their answers are looked at:
+by kind, or by the JSON schema that the operator gives in the place of that.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import math
+import re
 import ssl
-from collections.abc import Sequence
-from typing import Annotated, Final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated, Any, Final, TypeAlias, TypeVar
 
 import httpx
+import jsonschema
+import referencing
+from jsonschema.protocols import Validator
+from jsonschema.validators import validator_for
 from pydantic import BaseModel, Field, ValidationError
+from referencing.exceptions import Unresolvable
 
 from gpuledger.domain.failures import Failure
 from gpuledger.domain.ports import Endpoint, RuntimeFault
+from gpuledger.domain.units import MIB
 
-from .config import RuntimeConfig, Task
+from . import samples
+from .engine import Json
+from .options import RuntimeOptions, Task
 
 #: The detail of a fault when the connection failed: as it does when the process is about to end.
 NO_ANSWER: Final = "no_answer"
+HEALTH_PATH: Final = "/health"
+METRICS_PATH: Final = "/metrics"
+#: An honest answer to these questions is a few hundred KiB at most (two vectors of 16,384 numbers).
+MAX_ANSWER_BYTES: Final = 8 * MIB
 _OK: Final = 200
 _FIRST_POLL_SECONDS: Final = 0.005
 _LAST_POLL_SECONDS: Final = 0.1
 #: Two that differ: a server that answers everything alike is broken too.
 _PROBES: Final = ("memory", "a ledger of what was lent")
 _PROBE_TOKENS: Final = 8
+
+_Judge: TypeAlias = Callable[[bytes], None]
+_Answer = TypeVar("_Answer", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """How a runtime is asked where that is not as OpenAI's API has it.
+
+    `path`: in place of that of the task. `fields`: added to the document or the form, and in place of ours of the same
+    name; the name of the model, for a server that insists on it. What answers differently needs a `check_schema`.
+    """
+
+    path: str | None = None
+    fields: Mapping[str, Json] = field(default_factory=dict[str, Json])
+
+
+OPENAI: Final = Probe()
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """One request and what makes its answer one. `recording`: it is a form, with this file."""
+
+    path: str
+    document: Mapping[str, Json]
+    judge: _Judge
+    recording: bytes | None = None
 
 
 class _Vector(BaseModel):
@@ -39,8 +84,11 @@ class _Embeddings(BaseModel):
 
 
 class _Message(BaseModel):
+    """What a model thinks is an answer too: a few tokens may not reach beyond it. Servers name it differently."""
+
     content: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class _Choice(BaseModel):
@@ -51,6 +99,19 @@ class _Completion(BaseModel):
     choices: Annotated[list[_Choice], Field(min_length=1)]
 
 
+class _Transcription(BaseModel):
+    text: str
+
+
+class _Rank(BaseModel):
+    index: int
+    relevance_score: float
+
+
+class _Ranking(BaseModel):
+    results: list[_Rank]
+
+
 def client() -> httpx.AsyncClient:
     """A client for the loopback: no proxy, no redirect, whatever the environment says."""
     # A bare context trusts nobody; the default one reads all authorities of the world first, in 0.1 s.
@@ -58,12 +119,12 @@ def client() -> httpx.AsyncClient:
     return httpx.AsyncClient(trust_env=False, follow_redirects=False, verify=nobody, timeout=httpx.Timeout(10.0))
 
 
-async def until_ready(http: httpx.AsyncClient, endpoint: Endpoint) -> None:
-    """Wait until /health answers 200, for ever if need be: the caller bounds it."""
+async def until_ready(http: httpx.AsyncClient, endpoint: Endpoint, path: str = HEALTH_PATH) -> None:
+    """Wait until `path` answers 200, for ever if need be: the caller bounds it."""
     pause = _FIRST_POLL_SECONDS
     while True:
         try:
-            if (await http.get(f"{endpoint.base_url}/health")).status_code == _OK:
+            if (await http.get(endpoint.base_url + path, headers=_authorization(endpoint))).status_code == _OK:
                 return
         except httpx.TransportError:
             pass  # It does not listen yet.
@@ -71,51 +132,93 @@ async def until_ready(http: httpx.AsyncClient, endpoint: Endpoint) -> None:
         pause = min(2 * pause, _LAST_POLL_SECONDS)
 
 
-async def check(http: httpx.AsyncClient, endpoint: Endpoint, config: RuntimeConfig) -> None:
-    """Make one functional request and look at the answer.
+async def check(http: httpx.AsyncClient, endpoint: Endpoint, options: RuntimeOptions, probe: Probe = OPENAI) -> None:
+    """Make the functional requests of the task and look at the answers: by kind, or by `check_schema` instead.
 
     Raises RuntimeFault: HEALTHCHECK_FAILED when there is no answer, INVALID_OUTPUT when it is not one.
     """
-    match config.task:
-        case Task.EMBEDDING:
-            body = await _post(http, endpoint, "/v1/embeddings", {"input": list(_PROBES)})
-            _check_embeddings(body, config.dimensions)
-        case Task.CHAT:
-            question = {"messages": [{"role": "user", "content": _PROBES[0]}], "max_tokens": _PROBE_TOKENS}
-            _check_completion(await _post(http, endpoint, "/v1/chat/completions", {**question, "temperature": 0}))
+    for question in _questions(options):
+        body = await _ask(http, endpoint, question, probe)
+        if options.check_schema is None:
+            question.judge(body)
+        else:
+            _check_schema(options.check_schema, body)
 
 
-async def metrics(http: httpx.AsyncClient, endpoint: Endpoint) -> str | None:
-    """What it answers at /metrics; None when it does not."""
+async def metrics(http: httpx.AsyncClient, endpoint: Endpoint, path: str = METRICS_PATH) -> str | None:
+    """What it answers at `path`; None when it does not."""
     try:
-        answer = await http.get(f"{endpoint.base_url}/metrics", headers=_authorization(endpoint), timeout=2.0)
+        answer = await http.get(endpoint.base_url + path, headers=_authorization(endpoint), timeout=2.0)
     except httpx.TransportError:
         return None
     return answer.text if answer.status_code == _OK else None
 
 
-async def _post(http: httpx.AsyncClient, endpoint: Endpoint, path: str, document: object) -> bytes:
+# ---- questions --------------------------------------------------------------------------------------------------
+
+
+def _questions(options: RuntimeOptions) -> Iterator[_Question]:
+    """Of a chat that takes images two: a model may read and be blind."""
+    match options.task:
+        case Task.EMBEDDING:
+            judge = partial(_check_embeddings, dimensions=options.dimensions)
+            yield _Question("/v1/embeddings", {"input": list(_PROBES)}, judge)
+        case Task.CHAT:
+            yield _chat(_PROBES[0])
+            if options.max_images > 0:
+                image: Json = {"type": "image_url", "image_url": {"url": samples.data_url(samples.picture())}}
+                yield _chat([{"type": "text", "text": _PROBES[0]}, image])
+        case Task.TRANSCRIPTION:
+            form = {"response_format": "json"}
+            yield _Question("/v1/audio/transcriptions", form, _check_transcription, samples.tone())
+        case Task.RERANK:
+            documents = {"query": _PROBES[0], "documents": list(_PROBES)}
+            yield _Question("/v1/rerank", documents, _check_ranking)
+
+
+def _chat(content: Json) -> _Question:
+    messages: Json = [{"role": "user", "content": content}]
+    document: dict[str, Json] = {"messages": messages, "max_tokens": _PROBE_TOKENS, "temperature": 0}
+    return _Question("/v1/chat/completions", document, _check_completion)
+
+
+async def _ask(http: httpx.AsyncClient, endpoint: Endpoint, question: _Question, probe: Probe) -> bytes:
+    document = {**question.document, **probe.fields}
+    if question.recording is None:
+        content: dict[str, Any] = {"json": document}
+    else:
+        content = {"data": document, "files": {"file": ("probe.wav", question.recording, "audio/wav")}}
+    url, headers = endpoint.base_url + (probe.path or question.path), _authorization(endpoint)
     try:
         # No time limit of its own: that of the load holds.
-        answer = await http.post(
-            endpoint.base_url + path, json=document, headers=_authorization(endpoint), timeout=None
-        )
+        async with http.stream("POST", url, headers=headers, timeout=None, **content) as answer:
+            body = await _bounded(answer)
     except httpx.TransportError as error:
         raise RuntimeFault(Failure.HEALTHCHECK_FAILED, NO_ANSWER, repr(error).encode()) from error
     if answer.status_code != _OK:
-        raise RuntimeFault(Failure.HEALTHCHECK_FAILED, f"http_status_{answer.status_code}", answer.content)
-    return answer.content
+        raise RuntimeFault(Failure.HEALTHCHECK_FAILED, f"http_status_{answer.status_code}", body)
+    return body
+
+
+async def _bounded(answer: httpx.Response) -> bytes:
+    """The whole of an answer. Raises RuntimeFault when it does not come to an end."""
+    body = bytearray()
+    async for part in answer.aiter_bytes():
+        body += part
+        if len(body) > MAX_ANSWER_BYTES:
+            raise RuntimeFault(Failure.INVALID_OUTPUT, "answer_too_long", bytes(body))
+    return bytes(body)
 
 
 def _authorization(endpoint: Endpoint) -> dict[str, str]:
     return {"Authorization": f"Bearer {endpoint.api_key}"}
 
 
+# ---- answers ----------------------------------------------------------------------------------------------------
+
+
 def _check_embeddings(body: bytes, dimensions: int | None) -> None:
-    try:
-        vectors = _Embeddings.model_validate_json(body).data
-    except ValidationError as error:
-        raise RuntimeFault(Failure.INVALID_OUTPUT, "embedding_malformed", body) from error
+    vectors = _read(_Embeddings, body, "embedding_malformed").data
     if [vector.index for vector in vectors] != list(range(len(_PROBES))):
         raise RuntimeFault(Failure.INVALID_OUTPUT, "embedding_count", body)
     first, second = (vector.embedding for vector in vectors)
@@ -126,13 +229,52 @@ def _check_embeddings(body: bytes, dimensions: int | None) -> None:
 
 
 def _says_something(vector: Sequence[float]) -> bool:
-    return all(math.isfinite(value) for value in vector) and (len(vector) == 1 or min(vector) != max(vector))
+    return _all_finite(vector) and (len(vector) == 1 or min(vector) != max(vector))
+
+
+def _all_finite(values: Iterable[float]) -> bool:
+    return all(math.isfinite(value) for value in values)
 
 
 def _check_completion(body: bytes) -> None:
-    try:
-        message = _Completion.model_validate_json(body).choices[0].message
-    except ValidationError as error:
-        raise RuntimeFault(Failure.INVALID_OUTPUT, "completion_malformed", body) from error
-    if not (message.content or message.reasoning_content):
+    message = _read(_Completion, body, "completion_malformed").choices[0].message
+    if not (message.content or message.reasoning_content or message.reasoning):
         raise RuntimeFault(Failure.INVALID_OUTPUT, "completion_empty", body)
+
+
+def _check_transcription(body: bytes) -> None:
+    """There is a text. It may be empty: a speech model that hears nobody in a tone is right."""
+    _read(_Transcription, body, "transcription_malformed")
+
+
+def _check_ranking(body: bytes) -> None:
+    """Each document once, in whatever order, and not all worth the same."""
+    results = _read(_Ranking, body, "rerank_malformed").results
+    if sorted(rank.index for rank in results) != list(range(len(_PROBES))):
+        raise RuntimeFault(Failure.INVALID_OUTPUT, "rerank_count", body)
+    scores = [rank.relevance_score for rank in results]
+    if not _all_finite(scores) or min(scores) == max(scores):
+        raise RuntimeFault(Failure.INVALID_OUTPUT, "rerank_degenerate", body)
+
+
+def _read(shape: type[_Answer], body: bytes, detail: str) -> _Answer:
+    try:
+        return shape.model_validate_json(body)
+    except ValidationError as error:
+        raise RuntimeFault(Failure.INVALID_OUTPUT, detail, body) from error
+
+
+def _check_schema(schema: Mapping[str, Any], body: bytes) -> None:
+    """By a registry that is empty: nothing is fetched, whatever the schema refers to."""
+    kind: type[Validator] = validator_for(schema, default=jsonschema.Draft202012Validator)
+    try:
+        answer = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise RuntimeFault(Failure.INVALID_OUTPUT, "schema_violated", body) from error
+    try:
+        satisfied = kind(dict(schema), registry=referencing.Registry()).is_valid(answer)
+    except (Unresolvable, RecursionError, re.error) as error:
+        # What only shows when an answer is judged: a reference to nothing or to itself, a pattern that is none.
+        raise RuntimeFault(Failure.INVALID_OUTPUT, "schema_unusable", repr(error).encode()) from error
+    if not satisfied:
+        raise RuntimeFault(Failure.INVALID_OUTPUT, "schema_violated", body)

@@ -37,10 +37,9 @@ class ShimProcess:
 
 @dataclass(frozen=True, slots=True)
 class ShimCard:
-    """A card. `free_bytes` None: total - used. `mig`, `ecc_errors`, `remap` (pending, failed), `persistence` None: not
-    supported.
+    """A card. `free_bytes` None: total - used. What it has None of further down is not supported.
 
-    `mig` is 0 or 1, or the error that asking for it answers.
+    `mig` is 0 or 1, or the error that asking for it answers; `remap` is (pending, failed).
     """
 
     uuid: str

@@ -101,7 +101,7 @@ class Runtime:
 @asynccontextmanager
 async def answering(answer: Any, status: int = 200) -> AsyncGenerator[Runtime]:
     """`answer`: a document, bytes, or what makes bytes of a request."""
-    runtime = Runtime(answer if callable(answer) else partial(_always, answer), status)
+    runtime = Runtime(partial(_written, answer), status)
     thread = Thread(target=runtime.server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
@@ -112,7 +112,10 @@ async def answering(answer: Any, status: int = 200) -> AsyncGenerator[Runtime]:
         runtime.server.server_close()
 
 
-def _always(answer: Any, _: Asked) -> bytes:
+def _written(answer: Any, asked: Asked) -> bytes:
+    if callable(answer):
+        made: Any = answer(asked)
+        return bytes(made)
     return answer if isinstance(answer, bytes) else json.dumps(answer).encode()
 
 

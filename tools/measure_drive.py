@@ -1,21 +1,24 @@
-"""Drive a runtime to what it can take at most: full context, full batch, every slot, many inputs.
+"""Drive a runtime to what it can take at most: full context, full batch, every slot, many inputs, pictures, recordings.
 
 How many words fill a context is asked of the runtime itself: it counts the tokens of two short prompts, the rest is a
 straight line, and what it refuses is halved towards what it took. So this needs no tokenizer and fits every server
-that speaks OpenAI's API.
+that speaks OpenAI's API. What clients cannot send (more inputs, longer recordings than the deployment admits) is not
+tried.
 """
 
 from __future__ import annotations
 
 import asyncio
+import io
 import itertools
 import json
-from collections.abc import Callable
+import wave
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import httpx
 
-from gpuledger.adapters.runtimes import checks
+from gpuledger.adapters.runtimes import checks, samples
 from gpuledger.adapters.runtimes.config import RuntimeConfig, Task
 from gpuledger.domain.failures import Failure
 from gpuledger.domain.ports import Endpoint, RuntimeFault
@@ -24,25 +27,49 @@ ANSWER_TOKENS: Final = 8
 #: The number before a prompt makes it new to every cache; its tokens vary a little.
 SLACK_TOKENS: Final = 4
 DRIVE_LIMIT_SECONDS: Final = 3600.0
+#: Of a picture. Models that cut pictures of any size into patches take one of so many for about 1,400 tokens.
+PICTURE_SIDE_PIXELS: Final = 1024
+#: A recording that is refused is halved, down to this.
+LEAST_AUDIO_BYTES: Final = 16_000
 _FEW_WORDS: Final = 2
 
 
 async def drive(endpoint: Endpoint, config: RuntimeConfig, progress: Callable[[str], None]) -> int:
-    """Ask all that is to be asked; the tokens of the longest prompt that was taken. Raises RuntimeFault."""
+    """Ask all that is to be asked; the tokens of the longest prompt that was taken, 0 of what takes no prompts.
+
+    Raises RuntimeFault.
+    """
     try:
         async with asyncio.timeout(DRIVE_LIMIT_SECONDS), checks.client() as http:
             driver = _Driver(http, endpoint, config)
-            words, tokens = await driver.longest_prompt()
-            progress("work: every slot at once")
-            await asyncio.gather(*(driver.must_take(words) for _ in range(config.parallel)))
-            if config.task is Task.EMBEDDING:
-                progress(f"work: {config.max_inputs} inputs in one request")
-                await driver.must_embed(config.max_inputs)
-            return tokens
+            if config.task is Task.TRANSCRIPTION:
+                await _drive_recordings(driver, config, progress)
+                return 0
+            return await _drive_prompts(driver, config, progress)
     except TimeoutError as error:
         raise RuntimeFault(Failure.TIMEOUT, "drive_timeout") from error
     except httpx.TransportError as error:
-        raise RuntimeFault(Failure.HEALTHCHECK_FAILED, "no_answer", repr(error).encode()) from error
+        raise RuntimeFault(Failure.HEALTHCHECK_FAILED, checks.NO_ANSWER, repr(error).encode()) from error
+
+
+async def _drive_prompts(driver: _Driver, config: RuntimeConfig, progress: Callable[[str], None]) -> int:
+    words, tokens = await driver.longest_prompt()
+    progress("work: every slot at once")
+    await asyncio.gather(*(driver.must_take(words) for _ in range(config.parallel)))
+    if config.task is Task.EMBEDDING or config.task is Task.RERANK:
+        progress(f"work: {config.max_inputs} inputs in one request")
+        await driver.must_take_many(config.max_inputs)
+    if config.max_images:
+        progress(f"work: {config.max_images} pictures in one request, every slot at once")
+        png = await asyncio.to_thread(samples.picture, PICTURE_SIDE_PIXELS)
+        await asyncio.gather(*(driver.must_see(png, config.max_images) for _ in range(config.parallel)))
+    return tokens
+
+
+async def _drive_recordings(driver: _Driver, config: RuntimeConfig, progress: Callable[[str], None]) -> None:
+    length = await driver.longest_recording(config.max_audio_bytes)
+    progress("work: every slot at once")
+    await asyncio.gather(*(driver.must_hear(length) for _ in range(config.parallel)))
 
 
 class _Driver:
@@ -79,31 +106,104 @@ class _Driver:
             words -= 1 + words // 100
         return tokens
 
-    async def must_embed(self, inputs: int) -> None:
+    async def must_take_many(self, inputs: int) -> None:
         """Raises RuntimeFault when many short inputs in one request are refused."""
-        answer = await self._post("/v1/embeddings", {"input": [f"input {index}" for index in range(inputs)]})
+        texts = [f"input {index}" for index in range(inputs)]
+        if self._config.task is Task.RERANK:
+            answer = await self._post("/v1/rerank", {"query": "input", "documents": texts})
+        else:
+            answer = await self._post("/v1/embeddings", {"input": texts})
         if answer is None:
             raise RuntimeFault(Failure.HEALTHCHECK_FAILED, "inputs_refused")
 
+    async def must_see(self, png: bytes, pictures: int) -> None:
+        """As many pictures in one question as clients may send, fewer where the context does not hold them."""
+        part = {"type": "image_url", "image_url": {"url": samples.data_url(png)}}
+        while pictures > 0:
+            content = [{"type": "text", "text": self._prompt(_FEW_WORDS)}, *(part for _ in range(pictures))]
+            if await self._post("/v1/chat/completions", self._question(content)) is not None:
+                return
+            pictures //= 2
+        raise RuntimeFault(Failure.HEALTHCHECK_FAILED, "pictures_refused")
+
+    async def longest_recording(self, limit_bytes: int) -> int:
+        """Of those that are a half, a quarter, ... of what clients may send: the longest that is taken."""
+        length = limit_bytes
+        while not await self._hear(length):
+            length //= 2
+            if length < LEAST_AUDIO_BYTES:
+                raise RuntimeFault(Failure.HEALTHCHECK_FAILED, "recording_refused")
+        return length
+
+    async def must_hear(self, length_bytes: int) -> None:
+        """Raises RuntimeFault when a recording that was taken alone is refused among others."""
+        if not await self._hear(length_bytes):
+            raise RuntimeFault(Failure.HEALTHCHECK_FAILED, "recording_refused")
+
     @property
     def _room(self) -> int:
-        answer = 0 if self._config.task is Task.EMBEDDING else ANSWER_TOKENS
+        answer = ANSWER_TOKENS if self._config.task is Task.CHAT else 0
         return self._config.context_length - answer - SLACK_TOKENS
 
     async def _take(self, words: int) -> int | None:
         """The tokens that the runtime counted in a prompt of so many words; None when it refused."""
-        prompt = " ".join([str(next(self._numbers)), *("word" for _ in range(words))])
-        if self._config.task is Task.EMBEDDING:
-            answer = await self._post("/v1/embeddings", {"input": prompt})
-        else:
-            question = {"messages": [{"role": "user", "content": prompt}], "max_tokens": ANSWER_TOKENS}
-            answer = await self._post("/v1/chat/completions", question)
-        return None if answer is None else int(answer["usage"]["prompt_tokens"])
+        prompt = self._prompt(words)
+        match self._config.task:
+            case Task.EMBEDDING:
+                answer = await self._post("/v1/embeddings", {"input": prompt})
+            case Task.RERANK:
+                answer = await self._post("/v1/rerank", {"query": "word", "documents": [prompt]})
+            case _:
+                answer = await self._post("/v1/chat/completions", self._question(prompt))
+        return None if answer is None else _prompt_tokens(answer, words)
+
+    def _prompt(self, words: int) -> str:
+        return " ".join([str(next(self._numbers)), *("word" for _ in range(words))])
+
+    def _question(self, content: object) -> Mapping[str, object]:
+        return {"messages": [{"role": "user", "content": content}], "max_tokens": ANSWER_TOKENS}
+
+    async def _hear(self, length_bytes: int) -> bool:
+        recording = await asyncio.to_thread(_recording, length_bytes)
+        file = {"file": ("recording.wav", recording, "audio/wav")}
+        form = {"response_format": "json"}
+        answer = await self._send("/v1/audio/transcriptions", data=form, files=file)
+        return answer.status_code == httpx.codes.OK
 
     async def _post(self, path: str, document: object) -> dict[str, Any] | None:
-        headers = {"Authorization": f"Bearer {self._endpoint.api_key}"}
-        answer = await self._http.post(self._endpoint.base_url + path, json=document, headers=headers, timeout=None)
-        if answer.status_code != 200:
+        """What it answered; None when it refused. Raises RuntimeFault for an answer that is none."""
+        answer = await self._send(path, json=document)
+        if answer.status_code != httpx.codes.OK:
             return None
-        decoded: dict[str, Any] = json.loads(answer.content)
+        try:
+            decoded = json.loads(answer.content)
+        except ValueError as error:
+            raise RuntimeFault(Failure.INVALID_OUTPUT, "answer_malformed", answer.content) from error
+        if not isinstance(decoded, dict):
+            raise RuntimeFault(Failure.INVALID_OUTPUT, "answer_malformed", answer.content)
         return decoded
+
+    async def _send(self, path: str, **content: Any) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {self._endpoint.api_key}"}
+        return await self._http.post(self._endpoint.base_url + path, headers=headers, timeout=None, **content)
+
+
+def _prompt_tokens(answer: Mapping[str, Any], words: int) -> int:
+    """What it counted, or the words where it does not say: servers of rerankers may not."""
+    usage = answer.get("usage")
+    counts = (usage.get("prompt_tokens"), usage.get("total_tokens")) if isinstance(usage, dict) else ()
+    for count in counts:
+        if isinstance(count, int) and count > 0:
+            return count
+    return words
+
+
+def _recording(length_bytes: int) -> bytes:
+    """A tone of about so many bytes, as a WAV file."""
+    with wave.open(io.BytesIO(samples.tone(1000))) as one:
+        shape, second = one.getparams(), one.readframes(one.getnframes())
+    file = io.BytesIO()
+    with wave.open(file, "wb") as longer:
+        longer.setparams(shape)
+        longer.writeframes((second * -(-length_bytes // len(second)))[: length_bytes // 2 * 2])
+    return file.getvalue()

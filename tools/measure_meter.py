@@ -17,6 +17,8 @@ from gpuledger.domain.state import Kind
 from gpuledger.domain.units import KIB, MIB, ratio_of
 
 TakeSample: TypeAlias = Callable[[Sequence[ManagedProcess]], NodeReading]
+#: What a reading must show before the accelerator has settled.
+Wanted: TypeAlias = Callable[[AcceleratorReading], bool]
 _T = TypeVar("_T")
 
 SAMPLE_INTERVAL_SECONDS: Final = 0.03
@@ -50,6 +52,16 @@ class Peaks:
         return Peaks(max(self.device_bytes, other.device_bytes), max(known, default=None))
 
 
+def anything(reading: AcceleratorReading) -> bool:  # noqa: ARG001
+    """Whatever a reading shows will do."""
+    return True
+
+
+def no_more_than(used_bytes: int) -> Wanted:
+    """The device shows no more than that as used, as far as it can be told."""
+    return lambda reading: reading.used_bytes <= used_bytes + _tolerance(reading)
+
+
 class Meter:
     """One accelerator under measurement. Every reading raises RuntimeFault when the reserve is touched."""
 
@@ -81,20 +93,19 @@ class Meter:
                 raise RuntimeFault(Failure.SCHEDULER_STATE_STALE, "accelerator_not_seen")
             await asyncio.sleep(SETTLE_INTERVAL_SECONDS)
 
-    async def settle(self, down_to_bytes: int | None = None) -> AcceleratorReading:
-        """The newer of two readings that agree; `down_to_bytes`: and show no more than that, as long as one may wait.
+    async def settle(self, wanted: Wanted = anything, limit_seconds: float | None = None) -> AcceleratorReading:
+        """The newer of two readings that agree, and are as `wanted`, as long as one may wait for that.
 
-        Raises RuntimeFault (SCHEDULER_STATE_STALE `unsettled`).
+        Raises RuntimeFault (SCHEDULER_STATE_STALE `unsettled`) when none agree within the limit.
         """
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + SETTLE_LIMIT_SECONDS
+        deadline = loop.time() + (SETTLE_LIMIT_SECONDS if limit_seconds is None else limit_seconds)
         before = await self.read()
         while True:
             await asyncio.sleep(SETTLE_INTERVAL_SECONDS)
             reading = await self.read()
             late = loop.time() > deadline
-            low_enough = down_to_bytes is None or reading.used_bytes <= down_to_bytes + _tolerance(reading)
-            if _agree(before, reading) and (low_enough or late):
+            if _agree(before, reading) and (late or wanted(reading)):
                 return reading
             if late:
                 raise RuntimeFault(Failure.SCHEDULER_STATE_STALE, "unsettled")
@@ -119,8 +130,9 @@ class Meter:
             peaks = peaks.or_greater(Peaks(reading.used_bytes, self._high_water_bytes()))
         return result, peaks
 
-    def close(self) -> None:
-        self._executor.shutdown(wait=True)
+    async def close(self) -> None:
+        """Let the thread go, when the reading that it may be taking is done: others take samples again then."""
+        await asyncio.to_thread(self._executor.shutdown)
 
     def _guard(self, reading: AcceleratorReading) -> None:
         if self._followed is not None and reading.total_bytes - reading.used_bytes < self._reserve_bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,9 +103,15 @@ async def measured(config: RuntimeConfig, place: Place, sample: Any, folder: Pat
         async with asyncio.timeout(PATIENCE_SECONDS):
             return await measure(runtimes, sample, Clock(), config, place, **options)
     finally:
-        with pytest.raises(KeyError):
-            runtimes.endpoint("measurement")
+        assert not _children()
         await runtimes.close()
+
+
+def _children() -> set[int]:
+    """Runtimes of ours that run."""
+    ourselves = procfs.identity(os.getpid())
+    assert ourselves is not None
+    return {one.pid for one in procfs.tree(ourselves) if one != ourselves}
 
 
 async def fault_of(awaitable: Any) -> tuple[Failure, str]:

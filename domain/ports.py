@@ -242,11 +242,13 @@ class Endpoint:
     """Where a resident answers, and the secret that makes it answer nobody but the gateway.
 
     `blames_request`: words in the message of a 5xx of this runtime by which it means the request, not itself.
+    `paths`: by operation, where it answers one elsewhere than OpenAI's API does.
     """
 
     base_url: str
     api_key: str = field(repr=False)
     blames_request: tuple[str, ...] = ()
+    paths: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
 
 
 @dataclass(frozen=True, slots=True)

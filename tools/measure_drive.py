@@ -14,7 +14,7 @@ import itertools
 import json
 import wave
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import httpx
 
@@ -181,7 +181,7 @@ class _Driver:
             raise RuntimeFault(Failure.INVALID_OUTPUT, "answer_malformed", answer.content) from error
         if not isinstance(decoded, dict):
             raise RuntimeFault(Failure.INVALID_OUTPUT, "answer_malformed", answer.content)
-        return decoded
+        return cast("dict[str, Any]", decoded)
 
     async def _send(self, path: str, **content: Any) -> httpx.Response:
         headers = {"Authorization": f"Bearer {self._endpoint.api_key}"}
@@ -191,8 +191,9 @@ class _Driver:
 def _prompt_tokens(answer: Mapping[str, Any], words: int) -> int:
     """What it counted, or the words where it does not say: servers of rerankers may not."""
     usage = answer.get("usage")
-    counts = (usage.get("prompt_tokens"), usage.get("total_tokens")) if isinstance(usage, dict) else ()
-    for count in counts:
+    counted = cast("Mapping[str, object]", usage) if isinstance(usage, dict) else {}
+    for name in ("prompt_tokens", "total_tokens"):
+        count = counted.get(name)
         if isinstance(count, int) and count > 0:
             return count
     return words

@@ -32,6 +32,7 @@ PICTURE_SIDE_PIXELS: Final = 1024
 #: A recording that is refused is halved, down to this.
 LEAST_AUDIO_BYTES: Final = 16_000
 _FEW_WORDS: Final = 2
+_OK: Final = 200
 
 
 async def drive(endpoint: Endpoint, config: RuntimeConfig, progress: Callable[[str], None]) -> int:
@@ -168,12 +169,12 @@ class _Driver:
         file = {"file": ("recording.wav", recording, "audio/wav")}
         form = {"response_format": "json"}
         answer = await self._send("/v1/audio/transcriptions", data=form, files=file)
-        return answer.status_code == httpx.codes.OK
+        return answer.status_code == _OK
 
     async def _post(self, path: str, document: object) -> dict[str, Any] | None:
         """What it answered; None when it refused. Raises RuntimeFault for an answer that is none."""
         answer = await self._send(path, json=document)
-        if answer.status_code != httpx.codes.OK:
+        if answer.status_code != _OK:
             return None
         try:
             decoded = json.loads(answer.content)
@@ -191,7 +192,7 @@ class _Driver:
 def _prompt_tokens(answer: Mapping[str, Any], words: int) -> int:
     """What it counted, or the words where it does not say: servers of rerankers may not."""
     usage = answer.get("usage")
-    counted = cast("Mapping[str, object]", usage) if isinstance(usage, dict) else {}
+    counted: Mapping[str, object] = cast("Mapping[str, object]", usage) if isinstance(usage, Mapping) else {}
     for name in ("prompt_tokens", "total_tokens"):
         count = counted.get(name)
         if isinstance(count, int) and count > 0:

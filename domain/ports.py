@@ -160,13 +160,23 @@ class ManagedReading:
 
 
 @dataclass(frozen=True, slots=True)
+class HealthFault:
+    """One fault of a device: `cause` is a short typed word, `mark` grows with each further fault of that cause."""
+
+    health: Health
+    cause: str
+    mark: int
+
+
+@dataclass(frozen=True, slots=True)
 class AcceleratorReading:
     """One accelerator in one sample: memory and processes read together. Figures are as read, not yet judged.
 
     `foreign_processes`: distinct compute processes that belong to no resident (semantics.md 9); 0 on a host, where
     every other program of the machine would be one. `health_cause` is a short typed word where it is not HEALTHY, and
     `health_mark` grows with each further fault of that cause. `unified`: a GPU that shares the memory of the host, and
-    is measured as the host is. `blind`: why memory cannot be attributed by process here.
+    is measured as the host is. `blind`: why memory cannot be attributed by process here. `further_faults`: what else
+    the device says of its health, worst first: a cause that was cleared must not hide them.
     """
 
     accelerator_id: str
@@ -184,6 +194,7 @@ class AcceleratorReading:
     health_mark: int = 0
     unified: bool = False
     blind: str | None = None
+    further_faults: tuple[HealthFault, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The ASGI application: the gateway, health and metrics; every error in one shape."""
+"""The ASGI application: the gateway, the operator API, health and metrics; every error in one shape."""
 
 from __future__ import annotations
 
@@ -11,16 +11,21 @@ from fastapi import FastAPI, Request, Response
 from .gateway import Gateway
 from .metrics import Metrics
 from .openai_errors import ApiError, unavailable_error
+from .operator import OperatorApi
 from .ports import Cause, Desk
 
 #: What the framework refuses by itself.
 _OF_THE_FRAMEWORK: Final[Mapping[int, str]] = {404: "not_found", 405: "method_not_allowed"}
 
 
-def application(gateway: Gateway, desk: Desk, metrics: Metrics, *, open_metrics: bool) -> FastAPI:
-    """Everything that is served at one address. Without `open_metrics` they take the token of a client."""
+def application(
+    gateway: Gateway, desk: Desk, metrics: Metrics, operator: OperatorApi | None = None, *, open_metrics: bool
+) -> FastAPI:
+    """Everything that is served at one address. Without `open_metrics` they take the token of a client or an operator."""
     app = FastAPI(title="gpuledger", docs_url=None, redoc_url=None, openapi_url=None)
     gateway.mount(app)
+    if operator is not None:
+        operator.mount(app)
 
     async def healthz() -> Response:
         """The process lives."""
@@ -38,7 +43,7 @@ def application(gateway: Gateway, desk: Desk, metrics: Metrics, *, open_metrics:
 
     async def metrics_page(request: Request) -> Response:
         """Prometheus' text format."""
-        if not open_metrics:
+        if not (open_metrics or (operator is not None and operator.is_operator(request))):
             gateway.client_of(request)
         return Response(metrics.render(), media_type=metrics.CONTENT_TYPE)
 

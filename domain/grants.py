@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -17,17 +18,22 @@ from .events import (
     RequestFailed,
     RequestQueued,
     StreamKind,
+    ThrashingDetected,
     stream_name,
 )
-from .eviction import Action
+from .faults import fall_back, record_refusal
 from .planner import PLANNER_VERSION, PlacementPlan, plan
 from .reasons import Reason, Verdict
 from .residency import begin_eviction
-from .state import ResidentState
 from .units import MICROS_PER_MS, ceil_div, milliseconds, seconds
 
 #: What an admission does not keep: the evidence about others. It is recomputed by replay (ledger.md, Streams).
 EVIDENCE_OF_OTHERS: Final = ("candidates", "residents", "rejected_counts")
+
+#: The same pair so often within so long is thrashing: models that share a card and are wanted by turns pay a load for
+#: every few requests. It is said, not forbidden: min_residency (6.4, rule 4) is what damps it.
+THRASHING_EVICTIONS: Final = 3
+THRASHING_WINDOW_SECONDS: Final = 600
 
 
 def decide(draft: Draft, request: RequestState) -> PlacementPlan:
@@ -51,16 +57,18 @@ def decide(draft: Draft, request: RequestState) -> PlacementPlan:
         _queue(draft, request, outcome)
     else:
         _record_plan(draft, request, outcome)
-        draft.on_request(
-            question.request_id,
-            RequestFailed(question.request_id, draft.now, outcome.reasons[0], None, outcome.verdict.value),
-        )
+        reason = outcome.reasons[0]
+        record_refusal(draft, request, reason, outcome)
+        if not fall_back(draft, request, reason=reason, detail=outcome.verdict.value):
+            failed = RequestFailed(question.request_id, draft.now, reason, None, outcome.verdict.value)
+            draft.on_request(question.request_id, failed)
     return outcome
 
 
 def refuse(draft: Draft, request: RequestState, reason: Reason, detail: str) -> None:
     """End a request without a plan of its own."""
     request_id = request.question.request_id
+    record_refusal(draft, request, reason, None)
     draft.on_request(request_id, RequestFailed(request_id, draft.now, reason, None, detail))
 
 
@@ -111,6 +119,7 @@ def _grant(draft: Draft, request: RequestState, outcome: PlacementPlan) -> None:
     known = state.resident_of(deployment_id)
     lease_id = f"lease-{request.question.request_id}-{request.plans + 1}"
     awaits = _evict(draft, request, best, lease_id)
+    deployment = draft.world.deployments[deployment_id]
     evicted_at = draft.now + milliseconds(0 if best.eviction_set is None else best.eviction_set.duration_ms)
     draft.on_accelerator(
         accelerator_id,
@@ -132,6 +141,7 @@ def _grant(draft: Draft, request: RequestState, outcome: PlacementPlan) -> None:
             loaded_at=evicted_at,
             available_at=evicted_at if awaits and best.start is Start.WARM else None,
             awaits=awaits,
+            starts_alone=deployment.spec.starts_alone,
         ),
     )
 
@@ -147,21 +157,45 @@ def _evict(draft: Draft, request: RequestState, best: Candidate, lease_id: str) 
     accelerator_id = best.accelerator_id
     awaits: list[str] = []
     for eviction in best.evictions:
-        # No runtime that can sleep is configurable yet, and only such a deployment is put to sleep (6.4).
-        assert eviction.action is Action.UNLOAD
         for lease in draft.world.accelerators[accelerator_id].leases_on(eviction.resident_id):
             if lease.lease.expires_at > draft.now:
                 _preempt(draft, accelerator_id, lease, request.question.request_id)
-        begin_eviction(draft, accelerator_id, eviction.resident_id, EvictionCause.PLAN, by_lease_id=lease_id)
+        begin_eviction(
+            draft,
+            accelerator_id,
+            eviction.resident_id,
+            EvictionCause.PLAN,
+            action=eviction.action,
+            by_lease_id=lease_id,
+            by=best.deployment_id,
+        )
         if eviction.resident_id in draft.world.accelerators[accelerator_id].residents:
             awaits.append(eviction.resident_id)
+    _watch_for_thrashing(draft, accelerator_id)
     return tuple(awaits)
 
 
+def _watch_for_thrashing(draft: Draft, accelerator_id: str) -> None:
+    """Say so when one deployment has made the same other one leave again and again."""
+    since = draft.now - seconds(THRASHING_WINDOW_SECONDS)
+    recent = Counter(
+        (one.evictor, one.victim)
+        for one in draft.world.accelerators[accelerator_id].displacements
+        if one.at > since and one.evictor != one.victim
+    )
+    for (evictor, victim), evictions in sorted(recent.items()):
+        if evictions >= THRASHING_EVICTIONS:
+            draft.on_accelerator(
+                accelerator_id,
+                ThrashingDetected(accelerator_id, evictor, victim, evictions, THRASHING_WINDOW_SECONDS, draft.now),
+            )
+
+
 def _preempt(draft: Draft, accelerator_id: str, lease: LeaseRecord, by_request_id: str) -> None:
-    """Work that has not begun goes back to its old place; work that has begun is refused (semantics.md 6.4, rule 7)."""
-    record = draft.world.accelerators[accelerator_id].residents[lease.resident_id]
-    began = record.resident.state is ResidentState.READY and not record.awaits and lease.room_confirmed
+    """Its request goes back to its old place (semantics.md 6.4, rule 7).
+
+    Whether something of an answer was sent only its gateway knows, which then ends it (AnswerCutOff).
+    """
     request_id = lease.lease.request_id
     draft.on_accelerator(
         accelerator_id,
@@ -171,9 +205,6 @@ def _preempt(draft: Draft, accelerator_id: str, lease: LeaseRecord, by_request_i
             request_id=request_id,
             preempted_at=draft.now,
             by_request_id=by_request_id,
-            requeued=not began,
+            requeued=request_id in draft.world.requests,
         ),
     )
-    request = draft.world.requests.get(request_id)
-    if began and request is not None:
-        refuse(draft, request, Reason.PREEMPTED, "preempted_after_it_began")

@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import Literal
 
+from . import faults
 from .aggregates.accelerator import AcceleratorState, LeaseRecord
 from .draft import Draft
 from .events import (
-    FailureRecorded,
     LeaseExpired,
     LeaseReleased,
     LeaseRenewed,
     ReleaseCause,
     RequestCancelled,
     RequestFailed,
-    StreamKind,
-    stream_name,
 )
-from .failures import EMPTY_SHA256, Failure, owner_of
+from .failures import Failure
 from .policy import RENEWALS_PER_TTL
 from .state import Lease, ResidencyPolicy
 from .units import seconds
@@ -85,22 +83,15 @@ def record_failure(draft: Draft, lease: Lease, resident_id: str, failure: Failur
     deployment = draft.world.deployments.get(lease.deployment_id)
     if deployment is None:
         return
-    draft.emit(
-        stream_name(StreamKind.CAPABILITY, deployment.spec.capability),
-        FailureRecorded(
-            capability=deployment.spec.capability,
-            failure=failure,
-            owner=owner_of(failure),
-            deployment_id=lease.deployment_id,
-            accelerator_id=lease.accelerator_id,
-            resident_id=resident_id,
-            request_id=lease.request_id,
-            recorded_at=draft.now,
-            attempt=1,
-            limit=1,
-            evidence_sha256=EMPTY_SHA256,
-            detail=detail,
-        ),
+    faults.record(
+        draft,
+        deployment.spec.capability,
+        failure,
+        detail,
+        deployment_id=lease.deployment_id,
+        accelerator_id=lease.accelerator_id,
+        resident_id=resident_id,
+        request_id=lease.request_id,
     )
 
 

@@ -91,13 +91,6 @@ class RuntimeReady:
 
 
 @dataclass(frozen=True, slots=True)
-class RuntimeSlept:
-    """It says that it sleeps; the device says what that is worth."""
-
-    resident_id: str
-
-
-@dataclass(frozen=True, slots=True)
 class RuntimeFailed:
     resident_id: str
     failure: Failure
@@ -249,7 +242,6 @@ Input: TypeAlias = (
     | SampleTaken
     | RuntimeSpawned
     | RuntimeReady
-    | RuntimeSlept
     | RuntimeFailed
     | RuntimeStopped
     | EnvelopeTaken
@@ -282,7 +274,7 @@ class LoadRuntime:
 
 @dataclass(frozen=True, slots=True)
 class SleepRuntime:
-    """Let it give its memory back; answer RuntimeSlept or RuntimeFailed."""
+    """Let it give its memory back; what that is worth the device shows. Answer RuntimeFailed if it does not."""
 
     resident_id: str
 

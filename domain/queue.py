@@ -42,12 +42,17 @@ def next_change(request: RequestState) -> int | None:
     return min(instants, default=None)
 
 
+def is_profiling(world: World) -> bool:
+    """Whether an envelope is being measured: whoever comes waits until that has made way."""
+    return any(state.profiling is not None for state in world.accelerators.values())
+
+
 def is_held(world: World, now: int) -> bool:
     """Whether the queue waits for a sample: work has ended and no sample since shows what it left (semantics.md 7).
 
-    Bounded: telemetry that does not come is UNKNOWN soon, and the planner says so.
+    Bounded: telemetry that does not come is UNKNOWN soon, and the planner says so. It waits for a measurement, too.
     """
-    return any(_owes_sample(world, state, now) for state in world.accelerators.values())
+    return is_profiling(world) or any(_owes_sample(world, state, now) for state in world.accelerators.values())
 
 
 def wants_sample(world: World) -> int | None:

@@ -5,16 +5,19 @@ Each function looks at the folded state of a draft and emits what follows from i
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal
 
+from . import faults
 from .accounting import account
-from .aggregates.accelerator import AcceleratorState, LeaseRecord, ResidentRecord
+from .aggregates.accelerator import AcceleratorState, Eviction, LeaseRecord, ResidentRecord
+from .aggregates.deployment import planned
 from .draft import Draft
-from .envelopes import requirement_of
+from .envelopes import requirement_of, with_margin
 from .events import (
+    ArtifactCorrupt,
+    EnvelopeSuspected,
     EvictionCause,
     EvictionStarted,
-    FailureRecorded,
     LeaseRoomConfirmed,
     MemoryNotReclaimed,
     ReleaseCause,
@@ -22,14 +25,17 @@ from .events import (
     ResidentEvicted,
     ResidentFailed,
     ResidentLoadStarted,
+    ResidentSlept,
     StreamKind,
     stream_name,
 )
-from .failures import EMPTY_SHA256, Failure, owner_of
-from .leases import active_on, end_request_of, release
+from .eviction import Action
+from .failures import EMPTY_SHA256, Failure
+from .faults import try_again_or_fail
+from .leases import active_on, release
 from .policy import MAX_LOAD_BACKOFF_SECONDS, Policy
 from .sampling import fresh_enough
-from .state import ResidencyPolicy, ResidentState
+from .state import Attribution, ResidencyPolicy, ResidentState
 from .units import DeploymentId, seconds
 from .view import View, view_of
 
@@ -38,8 +44,19 @@ AGREEING_SAMPLES: Final = 2
 
 #: Failures of a load: they set the back-off of the deployment on that accelerator (semantics.md 8).
 LOAD_FAILURES: Final = frozenset(
-    {Failure.MODEL_LOAD_FAILED, Failure.HEALTHCHECK_FAILED, Failure.INVALID_OUTPUT, Failure.TIMEOUT, Failure.GPU_OOM}
+    {
+        Failure.MODEL_LOAD_FAILED,
+        Failure.HEALTHCHECK_FAILED,
+        Failure.INVALID_OUTPUT,
+        Failure.TIMEOUT,
+        Failure.GPU_OOM,
+        Failure.RUNTIME_CRASH,
+        Failure.ARTIFACT_CORRUPT,
+    }
 )
+
+#: Details of a process that ended without saying why: only the device tells whether it was for want of memory.
+ENDED_WITHOUT_A_WORD: Final = frozenset({"killed", "signal_9", "signal_6", "signal_11"})
 
 
 # ---- room: the last look before work begins ---------------------------------------------------------------------
@@ -70,7 +87,7 @@ def _waiting_for_room(state: AcceleratorState) -> tuple[ResidentRecord, ...]:
     return tuple(
         record
         for record in state.residents.values()
-        if not record.awaits and (_waits_to_load(record) or _unconfirmed(state, record))
+        if not record.awaits and (record.waits_to_load or _unconfirmed(state, record))
     )
 
 
@@ -79,9 +96,11 @@ def _check_resident(draft: Draft, accelerator_id: str, resident_id: str) -> None
     record = state.residents.get(resident_id)
     if record is None or record.awaits:
         return
-    loads = _waits_to_load(record)
+    loads = record.waits_to_load
     unconfirmed = _unconfirmed(state, record)
     if not loads and not unconfirmed:
+        return
+    if loads and _must_wait_for_others(state, record):
         return
     if not fresh_enough(draft.world.policy, state, record.clear_at, draft.now):
         if draft.now > record.clear_at + seconds(draft.world.policy.telemetry_max_age_seconds):
@@ -99,8 +118,15 @@ def _check_resident(draft: Draft, accelerator_id: str, resident_id: str) -> None
             )
 
 
-def _waits_to_load(record: ResidentRecord) -> bool:
-    return record.resident.state is ResidentState.LOADING and not record.load_started
+def _must_wait_for_others(state: AcceleratorState, record: ResidentRecord) -> bool:
+    """One start or stop at a time, where a runtime bills what others take or free as its own (runtimes.md, vLLM)."""
+    for other in state.residents.values():
+        if other is record or not (record.starts_alone or other.starts_alone):
+            continue
+        starts = other.resident.state is ResidentState.LOADING and other.load_started
+        if starts or other.eviction is not None:
+            return True
+    return False
 
 
 def _unconfirmed(state: AcceleratorState, record: ResidentRecord) -> tuple[LeaseRecord, ...]:
@@ -112,7 +138,7 @@ def _room(draft: Draft, state: AcceleratorState, record: ResidentRecord) -> tupl
     view = view_of(draft.world.state(draft.now))
     own = record.resident.deployment_id
     unbegun = {
-        other.resident.deployment_id for other in state.residents.values() if other.awaits or _waits_to_load(other)
+        other.resident.deployment_id for other in state.residents.values() if other.awaits or other.waits_to_load
     }
     accounting = account(view, state.accelerator.accelerator_id, without_reservations_of=unbegun | {own})
     needed = max(0, _requirement(view, state, own) - record.resident.attributed_bytes)
@@ -132,12 +158,24 @@ def _requirement(view: View, state: AcceleratorState, deployment_id: DeploymentI
 
 def _give_back(draft: Draft, accelerator_id: str, record: ResidentRecord, unconfirmed: tuple[LeaseRecord, ...]) -> None:
     """No room after all: the grants are released and their requests planned again (semantics.md 7)."""
+    _undo(draft, accelerator_id, record, unconfirmed, ReleaseCause.NO_ROOM)
+
+
+def _undo(
+    draft: Draft,
+    accelerator_id: str,
+    record: ResidentRecord,
+    unconfirmed: tuple[LeaseRecord, ...],
+    cause: ReleaseCause,
+) -> None:
+    """Take grants back before their work began: a load that has not begun is none, a wake leaves it asleep."""
     resident_id = record.resident.resident_id
-    if _waits_to_load(record):
-        begin_eviction(draft, accelerator_id, resident_id, EvictionCause.NO_ROOM, leases_end=ReleaseCause.NO_ROOM)
+    if record.waits_to_load and not record.asleep:
+        begin_eviction(draft, accelerator_id, resident_id, EvictionCause.NO_ROOM, leases_end=cause)
         return
-    for lease in unconfirmed:
-        release(draft, accelerator_id, lease, ReleaseCause.NO_ROOM, used=False)
+    all_of_it = draft.world.accelerators[accelerator_id].leases_on(resident_id)
+    for lease in all_of_it if record.waits_to_load else unconfirmed:
+        release(draft, accelerator_id, lease, cause, used=False)
 
 
 # ---- evictions --------------------------------------------------------------------------------------------------
@@ -149,12 +187,15 @@ def begin_eviction(
     resident_id: str,
     cause: EvictionCause,
     *,
+    action: Action = Action.UNLOAD,
     by_lease_id: str | None = None,
+    by: str | None = None,
     leases_end: ReleaseCause | None = None,
 ) -> None:
-    """Unload a resident. One whose process was never begun is gone at once: it holds nothing.
+    """Unload a resident, or put it to sleep. One whose process was never begun is gone at once: it holds nothing.
 
     `leases_end`: leases that are still on it are released with this cause; callers that passed None know of none.
+    `by`: the deployment that it makes room for, or the operator.
     """
     state = draft.world.accelerators[accelerator_id]
     record = state.residents[resident_id]
@@ -167,35 +208,57 @@ def begin_eviction(
         EvictionStarted(
             resident_id=resident_id,
             deployment_id=resident.deployment_id,
-            action="unload",
+            action=action.value,
             cause=cause,
             started_at=draft.now,
             attributed_bytes=resident.attributed_bytes,
             used_bytes=None if state.sample is None else state.sample.used_bytes,
             by_lease_id=by_lease_id,
+            left_bytes=_left_asleep(draft, record) if action is Action.SLEEP else 0,
+            by=by,
         ),
     )
-    if not record.load_started:
+    if not record.load_started and record.process is None:
         draft.on_accelerator(
             accelerator_id, ResidentEvicted(resident_id, resident.deployment_id, draft.now, freed_bytes=0)
         )
+
+
+def _left_asleep(draft: Draft, record: ResidentRecord) -> int:
+    """What the device may still show of it when it sleeps: what was measured, and some tolerance.
+
+    Never so much that the sleep would have freed less than half of what it promised.
+    """
+    resident = record.resident
+    deployment = draft.world.deployments[resident.deployment_id]
+    sleep = planned(deployment, ()).sleep
+    asleep_bytes = 0 if sleep is None else sleep.asleep_bytes
+    promised = max(0, resident.attributed_bytes - asleep_bytes)
+    return asleep_bytes + min(draft.world.policy.reclaim_tolerance_bytes, promised // 2)
 
 
 def finish_evictions(draft: Draft) -> None:
     """Evictions that the device has confirmed, and those it has not confirmed in time (semantics.md 7)."""
     for accelerator_id in sorted(draft.world.accelerators):
         state = draft.world.accelerators[accelerator_id]
-        for resident_id, record in sorted(state.residents.items()):
+        for _, record in sorted(state.residents.items()):
             if record.eviction is None:
                 continue
             if record.eviction.gone_samples >= AGREEING_SAMPLES:
-                resident = record.resident
-                freed = record.eviction.attributed_bytes
-                draft.on_accelerator(
-                    accelerator_id, ResidentEvicted(resident_id, resident.deployment_id, draft.now, freed)
-                )
+                _finish(draft, accelerator_id, record, record.eviction)
             elif draft.now >= reclaim_deadline(draft.world.policy, record.eviction.started_at):
                 _not_reclaimed(draft, accelerator_id, record)
+
+
+def _finish(draft: Draft, accelerator_id: str, record: ResidentRecord, eviction: Eviction) -> None:
+    resident, left = record.resident, record.resident.attributed_bytes if eviction.sleeps else 0
+    freed = max(0, eviction.attributed_bytes - left)
+    if eviction.sleeps:
+        draft.on_accelerator(accelerator_id, ResidentSlept(resident.resident_id, draft.now, freed, left))
+    else:
+        draft.on_accelerator(
+            accelerator_id, ResidentEvicted(resident.resident_id, resident.deployment_id, draft.now, freed)
+        )
 
 
 def reclaim_deadline(policy: Policy, started_at: int) -> int:
@@ -206,13 +269,23 @@ def reclaim_deadline(policy: Policy, started_at: int) -> int:
     return started_at + seconds(2 * policy.stop_grace_seconds + policy.reclaim_timeout_seconds)
 
 
+def leave_retired(draft: Draft) -> None:
+    """What is on an accelerator that is no more has nothing to run on: it has failed, and its process is ended."""
+    for state, record in tuple(draft.world.residents()):
+        if state.retired and record.eviction is None:
+            resident_failed(draft, record.resident.resident_id, Failure.RUNTIME_CRASH, "accelerator_retired", "")
+
+
 def process_ended(draft: Draft, resident_id: str) -> None:
-    """A resident whose process was never recorded has none any more: it never began, so it held nothing."""
+    """A resident whose process was never recorded has none any more: it never began, so it held nothing.
+
+    On an accelerator that was retired no sample will show more than that its process has ended.
+    """
     found = draft.world.find_resident(resident_id)
     if found is None:
         return
     state, record = found
-    if record.eviction is not None and record.process is None:
+    if record.eviction is not None and (record.process is None or state.retired):
         draft.on_accelerator(
             state.accelerator.accelerator_id,
             ResidentEvicted(resident_id, record.resident.deployment_id, draft.now, freed_bytes=0),
@@ -223,16 +296,15 @@ def _not_reclaimed(draft: Draft, accelerator_id: str, record: ResidentRecord) ->
     """What stays is booked as external; who waited for it is not served by it, and is planned again."""
     resident = record.resident
     state = draft.world.accelerators[accelerator_id]
-    for waiting_id, waiting in sorted(state.residents.items()):
-        if resident.resident_id not in waiting.awaits:
-            continue
-        if _waits_to_load(waiting):
-            begin_eviction(
-                draft, accelerator_id, waiting_id, EvictionCause.NO_ROOM, leases_end=ReleaseCause.NOT_RECLAIMED
-            )
-        else:
-            for lease in _unconfirmed(state, waiting):
-                release(draft, accelerator_id, lease, ReleaseCause.NOT_RECLAIMED, used=False)
+    sleeps = record.eviction is not None and record.eviction.sleeps
+    for _, waiting in sorted(state.residents.items()):
+        if resident.resident_id in waiting.awaits:
+            _undo(draft, accelerator_id, waiting, _unconfirmed(state, waiting), ReleaseCause.NOT_RECLAIMED)
+    if sleeps:
+        # It has said that it sleeps, or not even that, and holds what it held: it is still ours, so it is unloaded.
+        _record_failure(draft, accelerator_id, record, Failure.GPU_MEMORY_NOT_RECLAIMED, "sleep_freed_too_little", "")
+        begin_eviction(draft, accelerator_id, resident.resident_id, EvictionCause.SLEEP_FAILED)
+        return
     draft.on_accelerator(
         accelerator_id,
         MemoryNotReclaimed(resident.resident_id, resident.deployment_id, draft.now, resident.attributed_bytes),
@@ -246,12 +318,18 @@ def _not_reclaimed(draft: Draft, accelerator_id: str, record: ResidentRecord) ->
 def resident_failed(draft: Draft, resident_id: str, failure: Failure, detail: str, evidence_sha256: str) -> None:
     """A failure ends the leases on a resident, and what is left of it is unloaded (semantics.md 2, 8)."""
     found = draft.world.find_resident(resident_id)
-    if found is None or found[1].eviction is not None:
-        return  # gone, or on its way out: its process was ended by us
+    if found is None:
+        return
     state, record = found
     accelerator_id = state.accelerator.accelerator_id
+    if record.eviction is not None:
+        if record.eviction.sleeps:  # it could not be put to sleep, or died of it: who waits for its memory still does
+            _record_failure(draft, accelerator_id, record, failure, detail, evidence_sha256)
+            begin_eviction(draft, accelerator_id, resident_id, EvictionCause.SLEEP_FAILED)
+        return  # otherwise it is on its way out: its process was ended by us
+    failure, detail = _judged_by_device(draft, state, record, failure, detail)
     deployment_id = record.resident.deployment_id
-    of_load = record.resident.state is ResidentState.LOADING and failure in LOAD_FAILURES | {Failure.RUNTIME_CRASH}
+    of_load = record.resident.state is ResidentState.LOADING and failure in LOAD_FAILURES
     attempt = state.failures.get(deployment_id, 0) + 1
     backoff = load_backoff_seconds(draft.world.policy, attempt)
     requests = [lease.lease.request_id for lease in state.leases_on(resident_id)]
@@ -270,10 +348,85 @@ def resident_failed(draft: Draft, resident_id: str, failure: Failure, detail: st
             backoff_until=draft.now + seconds(backoff) if of_load else None,
         ),
     )
-    _record_failure(draft, accelerator_id, record, failure, detail, evidence_sha256, attempt)
+    _record_failure(draft, accelerator_id, record, failure, detail, evidence_sha256, attempt if of_load else 1)
+    _doubt(draft, state, record, failure, detail, evidence_sha256)
     for request_id in requests:
-        end_request_of(draft, request_id, failure, detail)
+        try_again_or_fail(draft, request_id, failure, detail, resident_id=resident_id)
     begin_eviction(draft, accelerator_id, resident_id, EvictionCause.FAILED)
+
+
+def _judged_by_device(
+    draft: Draft, state: AcceleratorState, record: ResidentRecord, failure: Failure, detail: str
+) -> tuple[Failure, str]:
+    """A process that ended without a word, where the device had no room left for it: GPU_OOM (semantics.md 8)."""
+    if failure not in (Failure.MODEL_LOAD_FAILED, Failure.RUNTIME_CRASH) or state.sample is None:
+        return failure, detail
+    if detail not in ENDED_WITHOUT_A_WORD:
+        return failure, detail
+    view = view_of(draft.world.state(draft.now))
+    missing = _requirement(view, state, record.resident.deployment_id) - record.resident.attributed_bytes
+    left = state.accelerator.total_bytes - state.sample.used_bytes
+    return (Failure.GPU_OOM, "no_room_left_on_device") if left < missing else (failure, detail)
+
+
+def _doubt(
+    draft: Draft,
+    state: AcceleratorState,
+    record: ResidentRecord,
+    failure: Failure,
+    detail: str,
+    evidence_sha256: str,
+) -> None:
+    """What a failure says of the deployment itself: no further load until somebody has looked (semantics.md 8)."""
+    deployment_id = record.resident.deployment_id
+    deployment = draft.world.deployments.get(deployment_id)
+    if deployment is None:
+        return
+    if failure is Failure.ARTIFACT_CORRUPT and deployment.corrupt is None:
+        stream = stream_name(StreamKind.DEPLOYMENT, deployment_id)
+        draft.emit(stream, ArtifactCorrupt(deployment_id, detail, evidence_sha256 or EMPTY_SHA256))
+    if failure is Failure.GPU_OOM:
+        suspect(draft, state, record, "gpu_oom", record.resident.attributed_bytes)
+
+
+def suspect(
+    draft: Draft,
+    state: AcceleratorState,
+    record: ResidentRecord,
+    cause: Literal["gpu_oom", "exceeded"],
+    observed_bytes: int,
+) -> None:
+    """Hold the envelope of a resident as suspect, once."""
+    deployment_id = record.resident.deployment_id
+    deployment = draft.world.deployments.get(deployment_id)
+    measured = None if deployment is None else deployment.measured_on(state.accelerator.gpu_class)
+    if measured is None or measured.envelope.suspect:
+        return
+    draft.emit(
+        stream_name(StreamKind.DEPLOYMENT, deployment_id),
+        EnvelopeSuspected(
+            deployment_id=deployment_id,
+            accelerator_id=state.accelerator.accelerator_id,
+            resident_id=record.resident.resident_id,
+            config_hash=measured.envelope.config_hash,
+            gpu_class=measured.envelope.gpu_class,
+            cause=cause,
+            observed_bytes=observed_bytes,
+            peak_bytes=measured.envelope.peak_bytes,
+        ),
+    )
+
+
+def suspect_exceeded(draft: Draft) -> None:
+    """A resident that is seen to hold more than its envelope and the margin for its variation (semantics.md 3, 8)."""
+    for state, record in tuple(draft.world.residents()):
+        resident = record.resident
+        deployment = draft.world.deployments.get(resident.deployment_id)
+        measured = None if deployment is None else deployment.measured_on(state.accelerator.gpu_class)
+        if measured is None or resident.attribution is not Attribution.KNOWN:
+            continue
+        if resident.attributed_bytes > with_margin(draft.world.policy, measured.envelope.peak_bytes):
+            suspect(draft, state, record, "exceeded", resident.attributed_bytes)
 
 
 def load_backoff_seconds(policy: Policy, attempt: int) -> int:
@@ -298,22 +451,17 @@ def _record_failure(
     deployment = draft.world.deployments.get(record.resident.deployment_id)
     if deployment is None:
         return
-    draft.emit(
-        stream_name(StreamKind.CAPABILITY, deployment.spec.capability),
-        FailureRecorded(
-            capability=deployment.spec.capability,
-            failure=failure,
-            owner=owner_of(failure),
-            deployment_id=record.resident.deployment_id,
-            accelerator_id=accelerator_id,
-            resident_id=record.resident.resident_id,
-            request_id=None,
-            recorded_at=draft.now,
-            attempt=attempt,
-            limit=draft.world.policy.degraded_after_failures,
-            evidence_sha256=evidence_sha256 or EMPTY_SHA256,
-            detail=detail,
-        ),
+    faults.record(
+        draft,
+        deployment.spec.capability,
+        failure,
+        detail,
+        deployment_id=record.resident.deployment_id,
+        accelerator_id=accelerator_id,
+        resident_id=record.resident.resident_id,
+        attempt=attempt,
+        limit=draft.world.policy.degraded_after_failures,
+        evidence_sha256=evidence_sha256 or EMPTY_SHA256,
     )
 
 
@@ -337,23 +485,20 @@ def _unload_cause(draft: Draft, state: AcceleratorState, record: ResidentRecord)
     if resident.state is ResidentState.DRAINING:
         return EvictionCause.DRAINED if _drained(draft, state, record) else None
     if resident.state is ResidentState.LOADING:
-        abandoned = not record.load_started or _node_drains(draft, state)
-        return _abandoned_cause(draft, state) if abandoned else None
-    if resident.state is not ResidentState.READY:
+        abandoned = not record.load_started or _node_drains(draft, state) is not None
+        return (_node_drains(draft, state) or EvictionCause.ABANDONED) if abandoned else None
+    if resident.state not in (ResidentState.READY, ResidentState.SLEEPING):
         return None
-    if _node_drains(draft, state):
-        return EvictionCause.SHUTDOWN
+    if (drains := _node_drains(draft, state)) is EvictionCause.SHUTDOWN:
+        return drains
     if resident.running_requests > 0:
         return None
+    if drains is not None:
+        return drains
     until = kept_until(draft, record)
     if until is None or draft.now < until:
         return None
     return EvictionCause.ON_DEMAND if until <= resident.last_used_at else EvictionCause.TTL
-
-
-def _abandoned_cause(draft: Draft, state: AcceleratorState) -> EvictionCause:
-    """A load that nobody waits for any more: before it began it is undone; a drain ends it even after."""
-    return EvictionCause.SHUTDOWN if _node_drains(draft, state) else EvictionCause.ABANDONED
 
 
 def kept_until(draft: Draft, record: ResidentRecord) -> int | None:
@@ -391,6 +536,9 @@ def drain_deadline(policy: Policy, started_at: int) -> int:
     return started_at + seconds(policy.lease_ttl_seconds)
 
 
-def _node_drains(draft: Draft, state: AcceleratorState) -> bool:
+def _node_drains(draft: Draft, state: AcceleratorState) -> EvictionCause | None:
+    """Why what is idle leaves, when its node drains: for a shutdown, or because an operator said so."""
     node = draft.world.nodes.get(state.node_id)
-    return node is not None and node.draining_for_shutdown
+    if node is None or not node.leaves:
+        return None
+    return EvictionCause.SHUTDOWN if node.draining_for_shutdown else EvictionCause.NODE_DRAINED

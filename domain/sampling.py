@@ -10,11 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from .accounting import is_fresh
-from .aggregates.accelerator import AcceleratorState, ResidentRecord
+from .aggregates.accelerator import AcceleratorState, DeviceFault, ResidentRecord, is_of_device
+from .aggregates.deployment import planned
 from .draft import Draft
 from .events import (
     AcceleratorHealthChanged,
     AcceleratorRegistered,
+    AcceleratorRetired,
     AcceleratorRevised,
     PressureChanged,
     ResidencyMaterialized,
@@ -28,11 +30,14 @@ from .events import (
 from .policy import Policy, Pressure
 from .ports import AcceleratorReading, ManagedReading, NodeReading, RuntimeFigures
 from .pressure import PressureTrack, judge, pressure_bp
-from .state import Attribution, Health, ResidentState
+from .state import Attribution, Health, Kind, ResidentState
 from .units import milliseconds
 
 #: A total that differs from the registered one is believed after so many samples in a row (semantics.md 1: "stays").
 CHANGED_TOTAL_SAMPLES: Final = 3
+TOTAL_CHANGED: Final = "TOTAL_CHANGED"
+
+_GRAVITY: Final = {Health.HEALTHY: 0, Health.DEGRADED: 1, Health.FAILED: 2, Health.LOST: 3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +68,15 @@ def record_sample(draft: Draft, taken: SampleTaken) -> None:
             ),
         )
     _record_faults(draft, taken, observed_at)
+    for accelerator_id in sorted(taken.reading.gone):
+        retire(draft, accelerator_id)
     for one in sampled:
         _record_pressure(draft, before.accelerators[one.accelerator_id], one)
         _record_materialized(draft, one.accelerator_id)
     for reading in taken.reading.accelerators:
-        _record_health(draft, reading.accelerator_id, reading.health, reading.health_cause or "telemetry")
-        _revise_total(draft, reading)
+        shown = DeviceFault(reading.health, reading.health_cause or "telemetry", reading.health_mark)
+        _record_health(draft, reading.accelerator_id, shown)
+        _revise(draft, reading)
 
 
 # ---- devices ----------------------------------------------------------------------------------------------------
@@ -94,10 +102,15 @@ def _register_devices(draft: Draft, taken: SampleTaken) -> None:
             )
 
 
-def _revise_total(draft: Draft, reading: AcceleratorReading) -> None:
-    """A total that stays changed is taken up (semantics.md 1)."""
+def _revise(draft: Draft, reading: AcceleratorReading) -> None:
+    """A total that stays changed is taken up (semantics.md 1), and so is what else the device says it is now."""
     known = draft.world.accelerators.get(reading.accelerator_id)
-    if known is None or known.changed_total is None or known.changed_total[1] < CHANGED_TOTAL_SAMPLES:
+    if known is None or known.retired or known.invalid not in (None, TOTAL_CHANGED):
+        return
+    stays = known.changed_total is not None and known.changed_total[1] >= CHANGED_TOTAL_SAMPLES
+    described = (known.accelerator.index, known.accelerator.gpu_class, known.device_name, known.driver_version)
+    told = (reading.index, reading.gpu_class, reading.device_name, reading.driver_version)
+    if not stays and (known.changed_total is not None or described == told):
         return
     draft.on_accelerator(
         reading.accelerator_id,
@@ -112,10 +125,39 @@ def _revise_total(draft: Draft, reading: AcceleratorReading) -> None:
     )
 
 
-def _record_health(draft: Draft, accelerator_id: str, health: Health, cause: str) -> None:
+def _record_health(draft: Draft, accelerator_id: str, shown: DeviceFault) -> None:
+    """What a device says of its health, when that is news.
+
+    A fault of the device itself stands until an operator clears it; one that was cleared is no news again.
+    """
     known = draft.world.accelerators.get(accelerator_id)
-    if known is not None and known.accelerator.health is not health:
-        draft.on_accelerator(accelerator_id, AcceleratorHealthChanged(accelerator_id, health, cause))
+    if known is None or known.retired:
+        return
+    if shown.mark <= known.cleared.get(shown.cause, -1):
+        shown = DeviceFault(Health.HEALTHY, "", 0)
+    standing = known.fault
+    if standing is not None and _GRAVITY[shown.health] <= _GRAVITY[standing.health]:
+        further = shown.cause == standing.cause and shown.mark > standing.mark
+        shown = shown if further else standing
+    if _is_health_news(known, shown):
+        changed = AcceleratorHealthChanged(accelerator_id, shown.health, shown.cause, shown.mark)
+        draft.on_accelerator(accelerator_id, changed)
+
+
+def _is_health_news(known: AcceleratorState, shown: DeviceFault) -> bool:
+    if shown.health is not known.accelerator.health:
+        return True
+    if shown.health is Health.HEALTHY:
+        return False
+    further = is_of_device(shown.cause) and (known.fault is None or shown.mark > known.fault.mark)
+    return further or shown.cause != known.health_cause
+
+
+def retire(draft: Draft, accelerator_id: str) -> None:
+    """It is no more, by the word of the device: what is left of ours there is ended (semantics.md 1)."""
+    known = draft.world.accelerators.get(accelerator_id)
+    if known is not None and not known.retired:
+        draft.on_accelerator(accelerator_id, AcceleratorRetired(accelerator_id))
 
 
 def _record_faults(draft: Draft, taken: SampleTaken, observed_at: int) -> None:
@@ -134,7 +176,7 @@ def _record_faults(draft: Draft, taken: SampleTaken, observed_at: int) -> None:
             )
         for accelerator_id in sorted(hit):
             if fault.health is not None:
-                _record_health(draft, accelerator_id, fault.health, fault.code)
+                _record_health(draft, accelerator_id, DeviceFault(fault.health, fault.code, 0))
 
 
 def _is_news(draft: Draft, accelerator_id: str, code: str) -> bool:
@@ -175,6 +217,7 @@ def _judge(draft: Draft, taken: SampleTaken, reading: AcceleratorReading, observ
         recovering_since=track.recovering_since,
         foreign_processes=reading.foreign_processes,
         residents=residents,
+        blind=reading.blind,
     )
 
 
@@ -187,7 +230,7 @@ def _contradiction(state: AcceleratorState | None, reading: AcceleratorReading) 
     if reading.used_bytes > reading.total_bytes:
         return "USED_OVER_TOTAL"
     if state is not None and reading.total_bytes != state.accelerator.total_bytes:
-        return "TOTAL_CHANGED"
+        return TOTAL_CHANGED
     return None
 
 
@@ -255,7 +298,21 @@ def _estimate(draft: Draft, state: AcceleratorState, record: ResidentRecord, use
         return min(max(0, used_bytes - record.load_base_bytes), resident.reserved_bytes)
     deployment = draft.world.deployments.get(resident.deployment_id)
     measured = None if deployment is None else deployment.measured_on(state.accelerator.gpu_class)
-    return resident.attributed_bytes if measured is None else measured.envelope.idle_bytes
+    if deployment is None or measured is None:
+        return resident.attributed_bytes
+    sleep = planned(deployment, ()).sleep
+    if sleep is not None and (record.asleep or _fell_asleep(draft.world.policy, record, used_bytes)):
+        return sleep.asleep_bytes
+    return measured.envelope.idle_bytes
+
+
+def _fell_asleep(policy: Policy, record: ResidentRecord, used_bytes: int) -> bool:
+    """Whether as much has become free as a sleep under way promised, where nothing is attributed by process."""
+    eviction = record.eviction
+    if eviction is None or not eviction.sleeps or eviction.used_bytes is None:
+        return False
+    promised = eviction.attributed_bytes - eviction.left_bytes
+    return eviction.used_bytes - used_bytes >= max(1, promised - policy.reclaim_tolerance_bytes)
 
 
 def _share_unexplained(
@@ -276,7 +333,7 @@ def _share_unexplained(
 
 def _node_external(sampled: tuple[SampledAccelerator, ...], taken: SampleTaken) -> int | None:
     """What others use of the node's memory: of the host's domain, what is not attributed (semantics.md 6.1)."""
-    hosts = {reading.accelerator_id for reading in taken.reading.accelerators if reading.kind == "host"}
+    hosts = {one.accelerator_id for one in taken.reading.accelerators if one.kind is Kind.HOST or one.unified}
     for one in sampled:
         if one.accelerator_id in hosts and one.invalid is None:
             return max(0, one.used_bytes - sum(resident.attributed_bytes for resident in one.residents))

@@ -21,53 +21,75 @@ from .configuration import apply_configuration, end_earlier_run
 from .draft import Draft
 from .events import (
     NodeDrainStarted,
+    ProfilingEnded,
+    ProfilingStarted,
     ReleaseCause,
     RequestCompleted,
     RequestFailed,
     RequestReceived,
     ResidentProcessStarted,
     ResidentReady,
+    ResidentWoken,
     SchedulerStopped,
     StreamKind,
     stream_name,
 )
+from .faults import note_success, try_again_or_fail
 from .grants import decide, refuse
 from .leases import active_on, cancel_request, expire_due, record_failure, release, renew
 from .messages import (
+    AcceptEnvelope,
     Agenda,
+    AnswerCutOff,
+    ClearAccelerator,
     ClientGone,
+    CordonNode,
+    DrainNode,
     DrainTimedOut,
     Effect,
     EnvelopeTaken,
     Forward,
     Input,
     LoadRuntime,
+    PauseLab,
+    ProfilingBegins,
+    ProfilingOver,
     RequestArrived,
     RequestsHeld,
+    ResumeLab,
+    RevisePolicy,
     RuntimeFailed,
     RuntimeReady,
     RuntimeSpawned,
     RuntimeStopped,
+    SetResidency,
     ShutdownRequested,
+    SleepRuntime,
     SpawnRuntime,
     Started,
     StopRuntime,
+    UncordonNode,
+    UnloadIdle,
+    WakeRuntime,
     WorkEnded,
 )
+from .operations import apply_operation, finish_node_drains
 from .policy import LOADING_SAMPLE_INTERVAL_SECONDS, RENEWALS_PER_TTL
 from .ports import Batch
-from .queue import Planned, is_due, is_held, next_change, waiting, wants_sample
+from .queue import Planned, is_due, is_held, is_profiling, next_change, waiting, wants_sample
 from .reasons import Reason
 from .residency import (
     drain,
     drain_deadline,
     finish_evictions,
     kept_until,
+    leave_retired,
     let_go,
     process_ended,
     reclaim_deadline,
     resident_failed,
     room_given_up_at,
+    suspect_exceeded,
     use_fresh_sample,
     wants_fresh_sample,
 )
@@ -100,12 +122,16 @@ class Scheduler:
                 self._arrived(draft, happened, attempt)
             case WorkEnded():
                 _work_ended(draft, happened)
+            case AnswerCutOff():
+                _cut_off(draft, happened)
             case ClientGone():
                 cancel_request(draft, happened.request_id, "client_gone")
             case RequestsHeld():
                 renew(draft, happened.request_ids)
             case SampleTaken():
                 record_sample(draft, happened)
+                leave_retired(draft)
+                suspect_exceeded(draft)
                 finish_evictions(draft)
                 use_fresh_sample(draft)
             case RuntimeSpawned() | RuntimeReady() | RuntimeFailed() | RuntimeStopped():
@@ -121,6 +147,23 @@ class Scheduler:
             case DrainTimedOut():
                 for request_id in sorted(world.requests):
                     cancel_request(draft, request_id, "shutdown")
+            case ProfilingBegins():
+                _begin_profiling(draft, happened)
+            case ProfilingOver():
+                _end_profiling(draft, happened)
+            case (
+                RevisePolicy()
+                | PauseLab()
+                | ResumeLab()
+                | SetResidency()
+                | CordonNode()
+                | UncordonNode()
+                | DrainNode()
+                | UnloadIdle()
+                | ClearAccelerator()
+                | AcceptEnvelope()
+            ):
+                apply_operation(draft, happened)
             case _:
                 assert_never(happened)
         return draft.batch()
@@ -129,7 +172,7 @@ class Scheduler:
         request = _receive(draft, arrived, draft.world.policy.max_queue_seconds)
         if attempt > draft.world.policy.max_replans:
             refuse(draft, request, Reason.LEASE_CONFLICT, "max_replans")
-        elif not (is_held(draft.base, draft.now) and waiting(draft.base)):
+        elif not is_profiling(draft.base) and not (is_held(draft.base, draft.now) and waiting(draft.base)):
             decide(draft, request)
 
     # ---- everything that is due ----------------------------------------------------------------------------------
@@ -146,12 +189,14 @@ class Scheduler:
     def _housekeeping(self, draft: Draft) -> None:
         for accelerator_id, resident_id in expire_due(draft):
             drain(draft, accelerator_id, resident_id, "lease_expired")
+        leave_retired(draft)
         finish_evictions(draft)
         use_fresh_sample(draft)
         _finish_warming(draft)
         let_go(draft)
         _give_up_waiting(draft)
         _keep_always_warm(draft)
+        finish_node_drains(draft)
         _finish_shutdown(draft, self._node_id)
 
     def _plan_next(self, world: World, now: int, attempt: int) -> Batch | None:
@@ -160,6 +205,8 @@ class Scheduler:
             return None
         for request in waiting(world):
             request_id = request.question.request_id
+            if request.held_by is not None and world.find_resident(request.held_by) is not None:
+                continue
             if not is_due(world, request, self._planned.get(request_id), now):
                 continue
             draft = Draft(world, now)
@@ -231,12 +278,29 @@ def _work_ended(draft: Draft, ended: WorkEnded) -> None:
         cancel_request(draft, ended.request_id, "client_gone")
         return
     if ended.failure is not None:
-        failed = RequestFailed(ended.request_id, draft.now, None, ended.failure, ended.detail)
-        draft.on_request(ended.request_id, failed)
         if record is not None:
             record_failure(draft, record.lease, record.resident_id, ended.failure, ended.detail)
+        if ended.unsent:
+            try_again_or_fail(draft, ended.request_id, ended.failure, ended.detail, resident_id=request.resident_id)
+        else:
+            failed = RequestFailed(ended.request_id, draft.now, None, ended.failure, ended.detail)
+            draft.on_request(ended.request_id, failed)
         return
     draft.on_request(ended.request_id, _completed(draft, request, ended))
+    note_success(draft, request.question.capability)
+
+
+def _cut_off(draft: Draft, cut: AnswerCutOff) -> None:
+    """Part of its answer was sent, so it cannot be begun again: what it was put back for ends it."""
+    request = draft.world.requests.get(cut.request_id)
+    if request is None:
+        return
+    if request.accelerator_id is not None and request.lease_id is not None:
+        record = draft.world.accelerators[request.accelerator_id].leases.get(request.lease_id)
+        if record is not None:
+            release(draft, request.accelerator_id, record, ReleaseCause.FAILED, used=False)
+    failed = RequestFailed(cut.request_id, draft.now, cut.reason, cut.failure, cut.detail)
+    draft.on_request(cut.request_id, failed)
 
 
 def _cause_of(ended: WorkEnded) -> ReleaseCause:
@@ -272,11 +336,13 @@ def _give_up_waiting(draft: Draft) -> None:
 
 def _keep_always_warm(draft: Draft) -> None:
     """Ask for what should be loaded and is not, as any client would, and not more often than a request may wait."""
-    if any(node.draining_for_shutdown for node in draft.world.nodes.values()):
+    if any(node.leaves or node.cordoned for node in draft.world.nodes.values()):
         return
     for deployment_id, deployment in sorted(draft.world.deployments.items()):
         spec = deployment.spec
-        if deployment.retired or spec.residency.policy is not ResidencyPolicy.ALWAYS_WARM or not deployment.measured:
+        if deployment.retired or spec.residency.policy is not ResidencyPolicy.ALWAYS_WARM:
+            continue
+        if deployment.corrupt is not None or all(one.envelope.suspect for one in deployment.measured):
             continue
         if any(record.resident.deployment_id == deployment_id for _, record in draft.world.residents()):
             continue
@@ -340,14 +406,38 @@ def _runtime(draft: Draft, happened: RuntimeSpawned | RuntimeReady | RuntimeFail
                 draft.on_accelerator(accelerator_id, started)
         case RuntimeReady():
             if record.resident.state is ResidentState.LOADING:
-                load_ms = max(0, draft.now - record.resident.loaded_at) // MICROS_PER_MS
-                draft.on_accelerator(accelerator_id, ResidentReady(happened.resident_id, draft.now, load_ms))
+                start_ms = max(0, draft.now - record.resident.loaded_at) // MICROS_PER_MS
+                ready = ResidentWoken if record.asleep else ResidentReady
+                draft.on_accelerator(accelerator_id, ready(happened.resident_id, draft.now, start_ms))
         case RuntimeFailed():
             resident_failed(draft, happened.resident_id, happened.failure, happened.detail, happened.evidence_sha256)
         case RuntimeStopped():
             process_ended(draft, happened.resident_id)
         case _:
             assert_never(happened)
+
+
+# ---- measuring by itself ----------------------------------------------------------------------------------------
+
+
+def _begin_profiling(draft: Draft, begins: ProfilingBegins) -> None:
+    """Only while nothing is wanted and nothing is there: what is measured is measured alone (runtimes.md)."""
+    state = draft.world.accelerators.get(begins.accelerator_id)
+    deployment = draft.world.deployments.get(begins.deployment_id)
+    if state is None or state.retired or deployment is None or deployment.retired or is_profiling(draft.world):
+        return
+    node = draft.world.nodes.get(state.node_id)
+    if draft.world.requests or state.residents or state.leases or node is None or node.leaves or node.cordoned:
+        return
+    started = ProfilingStarted(begins.accelerator_id, begins.deployment_id, draft.now)
+    draft.on_accelerator(begins.accelerator_id, started)
+
+
+def _end_profiling(draft: Draft, over: ProfilingOver) -> None:
+    state = draft.world.accelerators.get(over.accelerator_id)
+    if state is not None and state.profiling == over.deployment_id:
+        ended = ProfilingEnded(over.accelerator_id, over.deployment_id, draft.now, over.outcome, over.detail)
+        draft.on_accelerator(over.accelerator_id, ended)
 
 
 # ---- shutdown ---------------------------------------------------------------------------------------------------
@@ -375,13 +465,30 @@ def _finish_shutdown(draft: Draft, node_id: str) -> None:
 def _of_resident(world: World, state: AcceleratorState, record: ResidentRecord) -> tuple[Effect, ...]:
     resident = record.resident
     if record.eviction is not None:
+        if _must_not_stop_yet(world, state, record):
+            return ()
+        if record.eviction.sleeps:
+            return (SleepRuntime(resident.resident_id),)
         return (StopRuntime(resident.resident_id, record.process, world.policy.stop_grace_seconds),)
     if resident.state is not ResidentState.LOADING or not record.load_started:
         return ()
+    if record.asleep:
+        return (WakeRuntime(resident.resident_id),)
     if record.process is None:
         accelerator_id = state.accelerator.accelerator_id
         return (SpawnRuntime(resident.resident_id, resident.deployment_id, accelerator_id),)
     return (LoadRuntime(resident.resident_id),)
+
+
+def _must_not_stop_yet(world: World, state: AcceleratorState, record: ResidentRecord) -> bool:
+    """A start that would take freed memory for its own doing goes first; its end is bounded (runtimes.md, vLLM)."""
+    if any(node.draining_for_shutdown for node in world.nodes.values()) or state.retired:
+        return False
+    return any(
+        other.starts_alone and other.resident.state is ResidentState.LOADING and other.load_started and other.alive
+        for other in state.residents.values()
+        if other is not record
+    )
 
 
 def _forwards(world: World, now: int) -> tuple[Forward, ...]:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, TypeVar, assert_never
 
@@ -81,6 +81,10 @@ _V = TypeVar("_V")
 WORLD_SCHEMA: Final = "gpuledger.world/2"
 
 
+#: The moving average of how long work takes follows a change within about so many requests.
+WORK_AVERAGED_OVER: Final = 8
+
+
 @dataclass(frozen=True, slots=True)
 class ClientState:
     """What the operator bound a client to."""
@@ -122,6 +126,8 @@ class World:
     queue_revision: int = 0
     #: When this run of the scheduler last asked for a capability to be loaded in its own name (`always_warm`).
     warmed_at: Mapping[str, int] = field(default_factory=dict[str, int])
+    #: How long the work of a request took lately, per capability: for estimates, and for nothing that is decided.
+    work_ms: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def state(self, now: int) -> State:
         """The state document a decision is made on, at an instant."""
@@ -308,10 +314,17 @@ def _apply_to_capability(world: World, data: FailureRecorded | CapabilityDegrade
 def _succeeded(world: World, before: World, data: RequestCompleted) -> World:
     """A capability that answers has failed no more in a row; while it is degraded, CapabilityRecovered says so."""
     request = before.requests.get(data.request_id)
-    known = None if request is None else world.capabilities.get(request.question.capability)
-    if request is None or known is None or known.degraded_at is not None:
+    if request is None:
         return world
-    return replace(world, capabilities=without(world.capabilities, request.question.capability))
+    capability = request.question.capability
+    if request.operation != "warm":
+        lately_ms = world.work_ms.get(capability, data.served_ms)
+        averaged_ms = lately_ms + (data.served_ms - lately_ms) // WORK_AVERAGED_OVER
+        world = replace(world, work_ms={**world.work_ms, capability: averaged_ms})
+    known = world.capabilities.get(capability)
+    if known is None or known.degraded_at is not None:
+        return world
+    return replace(world, capabilities=without(world.capabilities, capability))
 
 
 def _apply_to_request(world: World, data: requests.RequestEvent) -> World:
@@ -339,9 +352,9 @@ def _apply_to_accelerator(world: World, stream: str, data: accelerators.Accelera
         case LeaseGranted():
             return _request_granted(world, data)
         case LeaseReleased(lease_id=lease_id, cause=ReleaseCause.NO_ROOM | ReleaseCause.NOT_RECLAIMED):
-            return _request_ungranted(world, lease_id, preempted=False)
+            return _with_request_of(world, lease_id, requests.ungranted)
         case LeasePreempted(lease_id=lease_id, requeued=True):
-            return _request_ungranted(world, lease_id, preempted=True)
+            return _with_request_of(world, lease_id, lambda request: requests.preempted(request, data.preempted_at))
         case _:
             return world
 
@@ -356,10 +369,10 @@ def _request_granted(world: World, data: LeaseGranted) -> World:
     )
 
 
-def _request_ungranted(world: World, lease_id: str, *, preempted: bool) -> World:
+def _with_request_of(world: World, lease_id: str, change: Callable[[RequestState], RequestState]) -> World:
     for request in world.requests.values():
         if request.lease_id == lease_id:
-            return _put_request(world, requests.ungranted(request, preempted=preempted))
+            return _put_request(world, change(request))
     return world
 
 

@@ -121,13 +121,14 @@ def configuration_of(config: Config, parts: Parts) -> Configuration:
     Raises DocumentError for a model or a program that is not there, or is not what it should be: all of them at once.
     """
     document = config.document
+    facts = _facts(config, parts.runtimes)
     return Configuration(
         ledger_id=f"ledger-{secrets.token_hex(8)}",
         node_id=document.node.id,
         production_eligible=document.node.production_eligible,
         labels=document.node.labels,
         policy=config.policy,
-        deployments=_specs(config, parts.runtimes),
+        deployments=tuple(_spec(one, config.runtimes[one.id], facts[one.id]) for one in document.deployments),
         clients=tuple(
             ClientSpec(
                 entry.id,
@@ -140,24 +141,24 @@ def configuration_of(config: Config, parts: Parts) -> Configuration:
         accelerator_ids=parts.accelerator_ids,
         product_version=version("gpuledger"),
         pid=os.getpid(),
+        artifacts={name: one.artifact_sha256 for name, one in facts.items() if one.artifact_sha256 is not None},
     )
 
 
-def _specs(config: Config, runtimes: Runtimes) -> tuple[DeploymentSpec, ...]:
-    specs: list[DeploymentSpec] = []
+def _facts(config: Config, runtimes: Runtimes) -> Mapping[str, RuntimeFacts]:
+    """What each deployment comes to, by its id. Raises DocumentError with everything that is wrong."""
+    facts: dict[str, RuntimeFacts] = {}
     problems: list[Problem] = []
     for index, entry in enumerate(config.document.deployments):
         try:
-            facts = runtimes.facts(entry.id)
+            facts[entry.id] = runtimes.facts(entry.id)
         except RuntimeFault as fault:
             where = at("config", "deployments", index, "runtime")
             shown = fault.evidence.decode("utf-8", "replace").strip().splitlines()[-1:]
             problems.append(Problem(where, " ".join([f"{fault.failure.value} ({fault.detail})", *shown])))
-            continue
-        specs.append(_spec(entry, config.runtimes[entry.id], facts))
     if problems:
         raise DocumentError(problems)
-    return tuple(specs)
+    return facts
 
 
 def _spec(entry: DeploymentEntry, runtime: RuntimeConfig, facts: RuntimeFacts) -> DeploymentSpec:

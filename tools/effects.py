@@ -6,7 +6,7 @@ Whatever is wanted is wanted until the ledger says that it was done, so a job la
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Final, TypeAlias, assert_never
@@ -24,15 +24,17 @@ from gpuledger.domain.messages import (
     RuntimeReady,
     RuntimeSpawned,
     RuntimeStopped,
+    SleepRuntime,
     SpawnRuntime,
     StopRuntime,
+    WakeRuntime,
 )
 from gpuledger.domain.ports import LedgerCorrupt, LedgerUnavailable, RuntimeFault, Runtimes
 from gpuledger.domain.state import ResidentState
 
 from .shell import DecisionFailed, Engine
 
-RuntimeEffect: TypeAlias = SpawnRuntime | LoadRuntime | StopRuntime
+RuntimeEffect: TypeAlias = SpawnRuntime | LoadRuntime | SleepRuntime | WakeRuntime | StopRuntime
 
 #: Of an answer that the ledger did not take, and of a process that did not go.
 FIRST_PAUSE_SECONDS: Final = 0.25
@@ -50,18 +52,20 @@ class _Job:
 
 
 class Effects:
-    """A listener of the engine. `process_gone` is called when a process has ended: a sample is worth taking."""
+    """A listener of the engine. `memory_freed` is called when a process has ended or sleeps: a sample is worth taking."""
 
-    def __init__(self, engine: Engine, runtimes: Runtimes, process_gone: Callable[[], None]) -> None:
+    def __init__(self, engine: Engine, runtimes: Runtimes, memory_freed: Callable[[], None]) -> None:
         self._engine = engine
         self._runtimes = runtimes
-        self._process_gone = process_gone
+        self._memory_freed = memory_freed
         self._jobs: dict[str, _Job] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
         #: Residents whose process this run started: all others are of an earlier one.
         self._ours: set[str] = set()
         #: Residents whose process is gone, and that is recorded; the device may still have to show it.
         self._stopped: set[str] = set()
+        #: Residents that were put to sleep; again, the device may still have to show it.
+        self._asleep: set[str] = set()
 
     def recorded(self, events: tuple[Recorded, ...]) -> None:
         """Nothing to do: what follows from events is in the agenda."""
@@ -85,10 +89,16 @@ class Effects:
         resident_id = effect.resident_id
         job = self._jobs.get(resident_id)
         if job is None:
-            if not (isinstance(effect, StopRuntime) and resident_id in self._stopped):
+            if not self._is_done(effect):
                 self._start(effect)
-        elif isinstance(effect, StopRuntime) and isinstance(job.effect, LoadRuntime):
-            job.task.cancel()  # nobody waits for this load any more; its end lets the stop begin
+        elif isinstance(effect, StopRuntime) and isinstance(job.effect, LoadRuntime | WakeRuntime | SleepRuntime):
+            job.task.cancel()  # nobody waits for it any more; its end lets the stop begin
+
+    def _is_done(self, effect: RuntimeEffect) -> bool:
+        """Carried out and answered, but for what the device has to show."""
+        if isinstance(effect, SleepRuntime):
+            return effect.resident_id in self._asleep
+        return isinstance(effect, StopRuntime) and effect.resident_id in self._stopped
 
     def _start(self, effect: RuntimeEffect) -> None:
         task = asyncio.create_task(self._carry_out(effect), name=f"{type(effect).__name__} {effect.resident_id}")
@@ -106,7 +116,12 @@ class Effects:
             case SpawnRuntime():
                 await self._spawn(effect)
             case LoadRuntime():
-                await self._load(effect)
+                await self._begin_serving(effect.resident_id, self._runtimes.load)
+            case SleepRuntime():
+                await self._sleep(effect)
+            case WakeRuntime():
+                self._asleep.discard(effect.resident_id)
+                await self._begin_serving(effect.resident_id, self._runtimes.wake)
             case StopRuntime():
                 await self._stop(effect)
             case _:
@@ -125,16 +140,30 @@ class Effects:
         if self._engine.world.find_resident(resident_id) is None:
             await self._runtimes.stop(resident_id, 0)  # it was given up meanwhile, and never began
 
-    async def _load(self, effect: LoadRuntime) -> None:
+    async def _begin_serving(self, resident_id: str, begin: Callable[[str], Awaitable[None]]) -> None:
+        """Load it, or wake it."""
         try:
-            await self._runtimes.load(effect.resident_id)
+            await begin(resident_id)
         except RuntimeFault as fault:
-            await self._fail(effect.resident_id, fault)
+            await self._fail(resident_id, fault)
         except KeyError:
-            await self._fail(effect.resident_id, RuntimeFault(Failure.RUNTIME_CRASH, "no_process"))
+            await self._fail(resident_id, RuntimeFault(Failure.RUNTIME_CRASH, "no_process"))
         else:
-            _log.info("ready", resident=effect.resident_id)
-            await self._say(RuntimeReady(effect.resident_id))
+            _log.info("ready", resident=resident_id)
+            await self._say(RuntimeReady(resident_id))
+
+    async def _sleep(self, effect: SleepRuntime) -> None:
+        resident_id = effect.resident_id
+        try:
+            await self._runtimes.sleep(resident_id)
+        except RuntimeFault as fault:
+            await self._fail(resident_id, fault)
+        except KeyError:
+            await self._fail(resident_id, RuntimeFault(Failure.RUNTIME_CRASH, "no_process"))
+        else:
+            _log.info("asleep", resident=resident_id)
+            self._asleep.add(resident_id)
+            self._memory_freed()
 
     async def _stop(self, effect: StopRuntime) -> None:
         """Until it is gone: it is ours to end, however long that takes."""
@@ -150,7 +179,7 @@ class Effects:
         _log.info("stopped", resident=effect.resident_id)
         await self._say(RuntimeStopped(effect.resident_id))
         self._stopped.add(effect.resident_id)
-        self._process_gone()
+        self._memory_freed()
 
     async def _end_process(self, effect: StopRuntime) -> None:
         if effect.resident_id in self._ours:
@@ -191,6 +220,7 @@ class Effects:
         for resident_id in self._watches.keys() - present:
             self._watches.pop(resident_id).cancel()
         self._stopped &= present
+        self._asleep &= present
         self._ours &= present | self._jobs.keys()
 
     async def _await_exit(self, resident_id: str) -> None:
@@ -199,5 +229,5 @@ class Effects:
         except KeyError:
             fault = RuntimeFault(Failure.RUNTIME_CRASH, "no_process")
         found = self._engine.world.find_resident(resident_id)
-        if found is not None and found[1].eviction is None:
+        if found is not None and (found[1].eviction is None or found[1].eviction.sleeps):
             await self._fail(resident_id, fault)

@@ -529,16 +529,16 @@ def _ready(state: AcceleratorState, resident_id: str, at: int, start_ms: int) ->
 
 
 def _start_over(state: AcceleratorState, started: ResidentRecord, at: int) -> AcceleratorState:
-    """Evictions that had to wait for the start of one that starts alone have their time from now on."""
+    """Evictions and loads that had to wait for the start of one that starts alone have their time from now on."""
     if not started.starts_alone:
         return state
-    residents = {
-        key: replace(record, eviction=replace(record.eviction, started_at=max(at, record.eviction.started_at)))
-        if record.eviction is not None
-        else record
-        for key, record in state.residents.items()
-    }
-    return replace(state, residents=residents)
+    return replace(state, residents={key: _from_now_on(record, at) for key, record in state.residents.items()})
+
+
+def _from_now_on(record: ResidentRecord, at: int) -> ResidentRecord:
+    if record.eviction is not None:
+        return replace(record, eviction=replace(record.eviction, started_at=max(at, record.eviction.started_at)))
+    return replace(record, clear_at=max(at, record.clear_at)) if record.waits_to_load else record
 
 
 def _eviction_started(state: AcceleratorState, event: EvictionStarted) -> AcceleratorState:

@@ -25,12 +25,14 @@ class Phase(StrEnum):
 class RequestState:
     """`replans`: how often a grant of it was taken back before work began. `plans`: how many plans it has had.
 
-    `retries`: how often it was lost to a failure and tried again; `held_by`: a resident that has to be gone first.
+    `patience`: how long it may wait at a time. `retries`: how often it was lost to a failure and tried again;
+    `held_by`: a resident that has to be gone first.
     """
 
     question: PlanRequest
     operation: str
     queue_until: int
+    patience: int
     phase: Phase = Phase.PENDING
     waiting_for: WaitingFor | None = None
     lease_id: str | None = None
@@ -76,6 +78,7 @@ def receive(event: RequestReceived) -> RequestState:
         ),
         operation=event.operation,
         queue_until=event.queue_until,
+        patience=event.queue_until - event.requested_at,
         content_mac=event.content_mac,
     )
 
@@ -90,11 +93,11 @@ def evolve(state: RequestState, event: RequestEvent) -> RequestState:
         case RequestQueued():
             return replace(state, phase=Phase.QUEUED, waiting_for=event.waiting_for, held_by=None)
         case RequestRetried():
-            again = _to_be_planned(state)
+            again = _wait_anew(_to_be_planned(state), event.retried_at)
             return replace(again, retries=state.retries + 1, held_by=event.after_resident_id)
         case RequestFellBack():
             question = replace(state.question, fallback_rank=event.fallback_rank)
-            return replace(_to_be_planned(state), question=question)
+            return replace(_wait_anew(_to_be_planned(state), event.fell_back_at), question=question)
         case _:
             assert_never(event)
 
@@ -113,13 +116,21 @@ def granted(state: RequestState, lease_id: str, accelerator_id: str, resident_id
     )
 
 
-def ungranted(state: RequestState, *, preempted: bool) -> RequestState:
-    """It lost its lease before work began: to be planned again at its old place (semantics.md 6.4, 7)."""
-    return replace(
-        _to_be_planned(state),
-        replans=state.replans + (0 if preempted else 1),
-        preemptions=state.preemptions + (1 if preempted else 0),
-    )
+def ungranted(state: RequestState) -> RequestState:
+    """Its grant was taken back before work began: to be planned again at its old place (semantics.md 7)."""
+    return replace(_to_be_planned(state), replans=state.replans + 1)
+
+
+def preempted(state: RequestState, at: int) -> RequestState:
+    """It made way for one that is more important: to be planned again at its old place (semantics.md 6.4, rule 7)."""
+    return replace(_wait_anew(_to_be_planned(state), at), preemptions=state.preemptions + 1)
+
+
+def _wait_anew(state: RequestState, at: int) -> RequestState:
+    """Time in which it was served was no waiting: it may wait as long again. A deadline of its own stands."""
+    if state.question.deadline is not None:
+        return state
+    return replace(state, queue_until=at + state.patience)
 
 
 def _to_be_planned(state: RequestState) -> RequestState:

@@ -25,6 +25,7 @@ from gpuledger.domain.events import (
 from gpuledger.domain.failures import Failure
 from gpuledger.domain.messages import (
     Agenda,
+    AnswerCutOff,
     ClientGone,
     DrainTimedOut,
     Effect,
@@ -39,9 +40,11 @@ from gpuledger.domain.messages import (
     RuntimeSpawned,
     RuntimeStopped,
     ShutdownRequested,
+    SleepRuntime,
     SpawnRuntime,
     Started,
     StopRuntime,
+    WakeRuntime,
     WorkEnded,
 )
 from gpuledger.domain.policy import Policy, Priority
@@ -51,10 +54,12 @@ from gpuledger.domain.ports import (
     ManagedReading,
     NodeReading,
     ProcessIdentity,
+    RuntimeFigures,
 )
+from gpuledger.domain.reasons import Reason
 from gpuledger.domain.sampling import SampleTaken
 from gpuledger.domain.scheduler import Scheduler, renewal_interval_ms
-from gpuledger.domain.state import Envelope, Health, Kind, Residency, ResidencyPolicy
+from gpuledger.domain.state import Envelope, Health, Kind, Residency, ResidencyPolicy, Sleep
 from gpuledger.domain.units import GIB, MIB, MICROS_PER_MS, parse_instant, seconds
 from gpuledger.domain.world import World, evolve, fold
 
@@ -78,10 +83,13 @@ class Model:
     queue_limit: int = 16
     interruptible: bool = False
     residency: Residency = KEEP_WARM
+    sleep: Sleep | None = None
+    starts_alone: bool = False
+    fallback_of: str | None = None
 
     @property
     def capability(self) -> str:
-        return f"{self.deployment_id}@1"
+        return f"{self.fallback_of or self.deployment_id}@1"
 
     def spec(self) -> DeploymentSpec:
         return DeploymentSpec(
@@ -95,7 +103,7 @@ class Model:
             concurrency=self.concurrency,
             load_ms=self.load_ms,
             unload_ms=self.unload_ms,
-            fallback_rank=0,
+            fallback_rank=0 if self.fallback_of is None else 1,
             interruptible=self.interruptible,
             max_replicas=4,
             min_memory_bytes=None,
@@ -104,7 +112,8 @@ class Model:
             production_eligible=True,
             queue_limit=self.queue_limit,
             residency=self.residency,
-            sleep=None,
+            sleep=self.sleep,
+            starts_alone=self.starts_alone,
         )
 
     def measured(self, accelerator_id: str, at: int) -> EnvelopeMeasured:
@@ -157,11 +166,14 @@ class FakeProcess:
     loaded: bool = False
     working: int = 0
     gone: bool = False
+    asleep: bool = False
 
     @property
     def held_bytes(self) -> int:
         if self.gone or not self.loaded:
             return 0
+        if self.asleep and self.model.sleep is not None:
+            return self.model.sleep.asleep_bytes
         return self.model.peak_bytes if self.working else self.model.idle_bytes
 
 
@@ -203,7 +215,12 @@ class VirtualShell:
     now: int = START
     check: Callable[[VirtualShell], None] | None = None
     fail_loads: set[str] = field(default_factory=set[str])
+    load_failure: Failure = Failure.MODEL_LOAD_FAILED
+    #: Deployments that say that they sleep and keep what they hold.
+    stubborn: set[str] = field(default_factory=set[str])
     work_ms: Callable[[str], int] = lambda _: 200
+    #: Requests whose clients see an answer as soon as work begins.
+    streams: Callable[[str], bool] = lambda _: False
 
     def __post_init__(self) -> None:
         self.world = World()
@@ -348,6 +365,17 @@ class VirtualShell:
             process = self.processes.get(data.resident_id)
             if process is not None and process.working:
                 process.working -= 1
+        if isinstance(data, LeasePreempted):
+            self._cut_off(data)
+
+    def _cut_off(self, lost: LeasePreempted) -> None:
+        """Its gateway knows whether something of an answer was sent."""
+        outcome = self.outcomes.get(lost.request_id)
+        if outcome is not None and outcome.began_at is not None:
+            if self.streams(lost.request_id):
+                cut = AnswerCutOff(lost.request_id, Reason.PREEMPTED, None, "preempted_after_it_began")
+                self.after_ms(1, lambda: self.feed(cut))
+            outcome.began_at = None
 
     def _carry_out(self, agenda: Agenda) -> None:
         self._begun &= set(agenda.effects)
@@ -380,6 +408,12 @@ class VirtualShell:
                 process = self.processes[effect.resident_id]
                 self.after_ms(process.model.load_ms // 2, lambda: self._half_loaded(process))
                 self.after_ms(process.model.load_ms, lambda: self._loaded(process))
+            case SleepRuntime():
+                sleep = self.processes[effect.resident_id].model.sleep
+                self.after_ms(sleep.sleep_ms if sleep else 1, lambda: self._slept(effect))
+            case WakeRuntime():
+                sleep = self.processes[effect.resident_id].model.sleep
+                self.after_ms(sleep.wake_ms if sleep else 1, lambda: self._woken(effect))
             case StopRuntime():
                 stopping = self.processes.get(effect.resident_id)
                 self.after_ms(400 if stopping is None else stopping.model.unload_ms, lambda: self._stopped(effect))
@@ -393,6 +427,18 @@ class VirtualShell:
         self.processes[effect.resident_id] = FakeProcess(effect.resident_id, model, effect.accelerator_id, identity)
         self.feed(RuntimeSpawned(effect.resident_id, identity))
 
+    def _slept(self, effect: SleepRuntime) -> None:
+        process = self.processes.get(effect.resident_id)
+        if process is not None and not process.gone:
+            process.asleep = process.model.deployment_id not in self.stubborn
+            self.sample()
+
+    def _woken(self, effect: WakeRuntime) -> None:
+        process = self.processes.get(effect.resident_id)
+        if process is not None and not process.gone:
+            process.asleep = False
+            self._loaded(process)
+
     def _half_loaded(self, process: FakeProcess) -> None:
         process.loaded = not process.gone
 
@@ -401,7 +447,7 @@ class VirtualShell:
             return
         if process.model.deployment_id in self.fail_loads:
             process.gone = True
-            self.feed(RuntimeFailed(process.resident_id, Failure.MODEL_LOAD_FAILED, "exit_status_1", "0" * 64))
+            self.feed(RuntimeFailed(process.resident_id, self.load_failure, "exit_status_1", "0" * 64))
         else:
             self.feed(RuntimeReady(process.resident_id))
 
@@ -423,7 +469,8 @@ class VirtualShell:
         self.after_ms(duration, lambda: self._worked(process, effect, duration))
 
     def _worked(self, process: FakeProcess, effect: Forward, duration_ms: int) -> None:
-        if effect.request_id not in self.world.requests:
+        request = self.world.requests.get(effect.request_id)
+        if request is None or request.lease_id != effect.lease_id:
             return  # broken off before
         process.working = max(0, process.working - 1)
         self.feed(WorkEnded(effect.request_id, 200, duration_ms, 1000, 5, 7, None, "", client_gone=False))

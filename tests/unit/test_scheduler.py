@@ -20,6 +20,7 @@ from gpuledger.domain.events import (
     RequestCompleted,
     RequestFailed,
     RequestQueued,
+    RequestRetried,
     ResidentDrainStarted,
     ResidentEvicted,
     ResidentFailed,
@@ -319,17 +320,30 @@ def test_room_that_was_taken_before_the_load_is_noticed_and_the_request_planned_
 BATCH = replace(LARGE, deployment_id="batch", priority=Priority.BACKGROUND, interruptible=True)
 
 
-def test_preempted_work_that_has_begun_is_refused_and_its_place_given_away() -> None:
+def test_preempted_work_whose_answer_has_begun_is_refused_and_its_place_given_away() -> None:
     shell = started(BATCH, LARGE)
+    shell.streams = lambda request_id: request_id == "bg"
     shell.work_ms = lambda request_id: 60_000 if request_id == "bg" else 200
     preempted = shell.ask("bg", "batch@1", Priority.BACKGROUND)
     shell.run_for(12)
     assert preempted.began_at is not None
     served = shell.ask("prod", "large@1", Priority.PRODUCTION)
-    assert [e.requeued for e in events_of(shell, LeasePreempted)] == [False]
-    assert failed(preempted).reason is Reason.PREEMPTED
+    assert [e.requeued for e in events_of(shell, LeasePreempted)] == [True]
     shell.run_for(30)
+    assert failed(preempted).reason is Reason.PREEMPTED
     assert completed(served)
+
+
+def test_preempted_work_that_has_begun_unseen_begins_again() -> None:
+    shell = started(BATCH, replace(LARGE, residency=Residency(ResidencyPolicy.KEEP_WARM, 5)))
+    shell.work_ms = lambda request_id: 20_000 if request_id == "bg" else 200
+    preempted = shell.ask("bg", "batch@1", Priority.BACKGROUND)
+    shell.run_for(12)
+    assert preempted.began_at is not None
+    shell.ask("prod", "large@1", Priority.PRODUCTION)
+    shell.run_for(200)
+    assert len(events_of(shell, LeasePreempted)) == 1
+    assert completed(preempted)
 
 
 def test_preempted_work_that_has_not_begun_goes_back_to_its_place() -> None:
@@ -354,13 +368,13 @@ def test_a_failed_load_backs_off_and_doubles() -> None:
     shell = started(SMALL)
     shell.fail_loads.add("small")
     first = shell.ask("r1", "small@1")
-    shell.run_for(10)
-    assert failed(first).failure is Failure.MODEL_LOAD_FAILED
-    shell.run_for(20)
-    shell.ask("r2", "small@1")
-    shell.run_for(10)
+    shell.run_for(30)
     waits = [e.backoff_until - e.failed_at for e in events_of(shell, ResidentFailed) if e.backoff_until is not None]
     assert waits == [seconds(5), seconds(10)]
+    assert [(e.attempt, e.limit) for e in events_of(shell, RequestRetried)] == [(1, 1)]
+    assert failed(first).failure is Failure.MODEL_LOAD_FAILED
+    recorded = [e.failure for e in events_of(shell, FailureRecorded)]
+    assert recorded == [Failure.MODEL_LOAD_FAILED] * 2 + [Failure.CAPABILITY_UNAVAILABLE]
     shell.fail_loads.clear()
     third = shell.ask("r3", "small@1")
     shell.run_for(20)
@@ -376,10 +390,11 @@ def test_a_crash_ends_the_leases_on_it_and_nothing_else() -> None:
     shell.run_for(10)
     victim = next(r.resident.resident_id for _, r in shell.world.residents() if r.resident.deployment_id == "small")
     shell.crash_runtime(victim)
-    shell.run_for(30)
-    assert failed(crashed).failure is Failure.RUNTIME_CRASH
+    shell.run_for(15)
+    assert [e.failure for e in events_of(shell, RequestRetried)] == [Failure.RUNTIME_CRASH]
     assert completed(unharmed)
-    assert len(list(shell.world.residents())) == 1
+    shell.run_for(30)
+    assert completed(crashed), "it was tried again on a new process"
 
 
 def test_a_lease_that_nobody_renews_runs_out_and_its_resident_is_drained() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from gpuledger.adapters import procfs
@@ -107,9 +107,9 @@ async def measured(config: RuntimeConfig, place: Place, sample: Any, folder: Pat
         await runtimes.close()
 
 
-def _children() -> list[psutil.Process]:
-    """Runtimes of ours that run."""
-    return psutil.Process().children(recursive=True)
+def _children() -> list[int]:
+    """Processes of ours."""
+    return [one.pid for one in procfs.scan().entries.values() if one.parent == os.getpid()]
 
 
 async def fault_of(awaitable: Any) -> tuple[Failure, str]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
 from gpuledger.adapters.clock import LedgerClock
-from gpuledger.adapters.http.auth import Client, Clients
+from gpuledger.adapters.http.auth import Client, Clients, Tokens
 from gpuledger.adapters.http.gateway import Service
 from gpuledger.adapters.http.ports import Operation
 from gpuledger.adapters.ledger.sqlite import SqliteLedger
@@ -22,6 +22,7 @@ from gpuledger.adapters.telemetry.host import HostSource
 from gpuledger.adapters.telemetry.node import NodeTelemetry
 from gpuledger.adapters.telemetry.nvml import NvmlSource, probe
 from gpuledger.adapters.telemetry.source import Source
+from gpuledger.adapters.tokens import FILE_NAME, Token, TokensUnusable, TokenWatch
 from gpuledger.domain.configuration import ClientSpec, Configuration
 from gpuledger.domain.document_problems import DocumentError, Problem, at
 from gpuledger.domain.events import DeploymentSpec
@@ -85,34 +86,51 @@ def _host_ids(config: Config) -> frozenset[str]:
     return frozenset({f"host:{config.document.node.id}"} if config.document.accelerators.host is not False else ())
 
 
-def clients_of(config: Config) -> Clients:
-    """Who may ask, for the gateway."""
-    return Clients(
+def tokens_of(config: Config) -> TokenWatch:
+    """The tokens that the command line makes. Raises DocumentError where their file cannot be used."""
+    try:
+        return TokenWatch(config.state_dir / FILE_NAME)
+    except TokensUnusable as error:
+        raise DocumentError.of("", str(error)) from None
+
+
+def clients_of(config: Config, tokens: Tokens = tuple[Token, ...]) -> Clients:
+    """Who may ask, for the gateway. `tokens`: those beside the ones of the configuration."""
+    clients = (
         Client(entry.id, entry.token_sha256, entry.priority, entry.lab, entry.allowed)
         for entry in config.document.clients
     )
+    return Clients(clients, tokens)
 
 
 _OPERATIONS: Final[Mapping[Task, frozenset[Operation]]] = {
     Task.EMBEDDING: frozenset({"embeddings"}),
     Task.CHAT: frozenset({"chat", "completion"}),
+    Task.TRANSCRIPTION: frozenset({"transcription"}),
+    Task.RERANK: frozenset({"rerank"}),
 }
 
 
 def services_of(config: Config) -> Mapping[str, Service]:
     """Every capability that clients can ask for, those that something serves at rank 0, and what it does.
 
-    Deployments of one rank are interchangeable: what one of them does not take, the capability does not.
+    Deployments of one rank are interchangeable, and a fallback takes the place of them all: what one of them does not
+    take, the capability does not.
     """
-    services: dict[str, Service] = {}
-    for entry in config.document.deployments:
-        if entry.fallback_rank != 0:
-            continue
-        runtime = config.runtimes[entry.id]
-        known = services.get(entry.capability)
-        limit = runtime.max_inputs if known is None else min(known.max_inputs, runtime.max_inputs)
-        services[entry.capability] = Service(_OPERATIONS[runtime.task], limit)
-    return services
+    entries = config.document.deployments
+    return {
+        capability: _service([config.runtimes[one.id] for one in entries if one.capability == capability])
+        for capability in dict.fromkeys(one.capability for one in entries if one.fallback_rank == 0)
+    }
+
+
+def _service(runtimes: Sequence[RuntimeConfig]) -> Service:
+    return Service(
+        operations=_OPERATIONS[runtimes[0].task],
+        max_inputs=min(runtime.max_inputs for runtime in runtimes),
+        max_images=min(runtime.max_images for runtime in runtimes),
+        max_audio_bytes=min(runtime.max_audio_bytes for runtime in runtimes),
+    )
 
 
 def configuration_of(config: Config, parts: Parts) -> Configuration:

@@ -11,7 +11,7 @@ import ipaddress
 import json
 import re
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -73,12 +73,14 @@ class AcceleratorsEntry:
 
 @dataclass(frozen=True, slots=True)
 class ClientEntry:
-    """A client and what it is bound to (semantics.md 5). Its token is not here: only the SHA-256 of it, in hex."""
+    """A client and what it is bound to (semantics.md 5). Its token is not here: only the SHA-256 of it, in hex, or
+    nothing where its tokens are in the file of tokens alone.
+    """
 
     __pydantic_config__ = DOCUMENT
 
     id: ShortId
-    token_sha256: Sha256Hex
+    token_sha256: Sha256Hex | None = None
     priority: Priority = Priority.INTERACTIVE
     lab: bool = False
     capabilities: tuple[str, ...] = (ALL_CAPABILITIES,)
@@ -339,9 +341,11 @@ def _broken_rules(document: ConfigDocument, runtimes: Mapping[str, RuntimeConfig
             yield from _runtime_fits(at(where, "runtime"), deployment, runtime)
 
 
-def _twice(section: str, name: str, values: list[str]) -> Iterator[Problem]:
+def _twice(section: str, name: str, values: Sequence[str | None]) -> Iterator[Problem]:
     first: dict[str, int] = {}
     for index, value in enumerate(values):
+        if value is None:
+            continue
         if value in first:
             yield Problem(
                 at("config", section, index, name), f"is there already, at {at('config', section, first[value], name)}"

@@ -58,7 +58,8 @@ _HOST: Final = {
 }
 _CLIENT: Final = {
     "id": "Its name in the ledger.",
-    "token_sha256": "SHA-256, in hex, of its token. The token itself stands nowhere.",
+    "token_sha256": "SHA-256, in hex, of its token. The token itself stands nowhere. Without it, those that "
+    "`gpuledger tokens create client NAME` makes.",
     "priority": "The class of all that it asks for.",
     "lab": "Whether what it asks for is LAB.",
     "capabilities": "What it may ask for; `*` for everything.",

@@ -22,15 +22,18 @@ import uvicorn
 from fastapi import FastAPI
 
 from gpuledger.adapters.http.app import application
+from gpuledger.adapters.http.auth import Operators
 from gpuledger.adapters.http.gateway import Gateway, Settings
 from gpuledger.adapters.http.metrics import Metrics
+from gpuledger.adapters.http.operator import OperatorApi
 from gpuledger.adapters.http.ports import Cause
 from gpuledger.adapters.http.relay import http_client
 from gpuledger.domain.world import World
 
-from .bootstrap import Parts, clients_of, request_key, services_of
+from .bootstrap import Parts, clients_of, request_key, services_of, tokens_of
 from .config import Config
 from .envelopes import Unmeasured, places
+from .operations_desk import OperationsDesk
 from .running import Haste, PartEnded, Running
 
 #: Request heads; bodies have a bound of their own.
@@ -64,6 +67,7 @@ class Server:
 
     def __init__(self, config: Config, parts: Parts, announcer: Announcer) -> None:
         self._config = config
+        self._ledger = parts.ledger
         self._announcer = announcer
         self._running = Running(config, parts)
         self._metrics = Metrics(self._running.desk)
@@ -154,11 +158,15 @@ class Server:
         settings = Settings(
             capabilities=services_of(self._config),
             max_body_bytes=document.max_body_bytes,
+            upload_folder=self._config.state_dir,
             key=request_key(self._config.state_dir),
         )
-        clients = clients_of(self._config)
+        tokens = tokens_of(self._config).current
+        clients = clients_of(self._config, tokens)
         gateway = Gateway(running.desk, running.desk, clients, settings, http, self._metrics)
-        return application(gateway, running.desk, self._metrics, open_metrics=not self._config.remote)
+        operations = OperationsDesk(running.engine, self._ledger, running.desk.gate, self._config.ledger)
+        operator = OperatorApi(operations, Operators(tokens), clients)
+        return application(gateway, running.desk, self._metrics, operator, open_metrics=not self._config.remote)
 
 
 class _HttpServer(uvicorn.Server):

@@ -21,7 +21,7 @@ _OF_THE_FRAMEWORK: Final[Mapping[int, str]] = {404: "not_found", 405: "method_no
 def application(
     gateway: Gateway, desk: Desk, metrics: Metrics, operator: OperatorApi | None = None, *, open_metrics: bool
 ) -> FastAPI:
-    """Everything that is served at one address. Without `open_metrics` they take the token of a client or an operator."""
+    """Everything that is served at one address. Without `open_metrics` they take a token, whosever it is."""
     app = FastAPI(title="gpuledger", docs_url=None, redoc_url=None, openapi_url=None)
     gateway.mount(app)
     if operator is not None:

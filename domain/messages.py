@@ -37,7 +37,8 @@ class RequestArrived:
 class WorkEnded:
     """The work under a lease is over. `failure` is None when the runtime answered with a status below 500.
 
-    `unsent`: the client still waits and has seen nothing of an answer, so a failure may be tried again.
+    `unsent`: the client still waits and has seen nothing of an answer, so a failure may be tried again. `lease_id`: the
+    lease that it ended under, where that is known: what is said of one that is lost already is of no lease after it.
     """
 
     request_id: str
@@ -50,6 +51,7 @@ class WorkEnded:
     detail: str
     client_gone: bool
     unsent: bool = False
+    lease_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -271,6 +271,8 @@ def _work_ended(draft: Draft, ended: WorkEnded) -> None:
     request = draft.world.requests.get(ended.request_id)
     if request is None or request.accelerator_id is None or request.lease_id is None:
         return  # it was ended already: its lease ran out, was preempted, or went with its resident
+    if not ended.client_gone and ended.lease_id not in (None, request.lease_id):
+        return  # it was put back meanwhile, and has another lease
     record = draft.world.accelerators[request.accelerator_id].leases.get(request.lease_id)
     if record is not None:
         release(draft, request.accelerator_id, record, _cause_of(ended), used=True)

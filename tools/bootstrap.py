@@ -200,7 +200,7 @@ def _spec(entry: DeploymentEntry, runtime: RuntimeConfig, facts: RuntimeFacts) -
         production_eligible=entry.production_eligible,
         queue_limit=entry.queue_limit,
         residency=entry.residency,
-        sleep=None,
+        sleep=entry.sleep,
     )
 
 

@@ -25,7 +25,7 @@ from gpuledger.adapters.runtimes.config import BASE_FOLDER, LlamaCppConfig, Runt
 from gpuledger.domain.document_problems import DocumentError, Problem, at, problems_of
 from gpuledger.domain.documents import Json, inspected, policy_document, policy_of
 from gpuledger.domain.policy import Policy, Priority
-from gpuledger.domain.state import DOCUMENT, Kind, Residency, ResidencyPolicy
+from gpuledger.domain.state import DOCUMENT, Kind, Residency, ResidencyPolicy, Sleep
 from gpuledger.domain.units import GIB, KIB, MAX_INTEGER, MIB, Count, Identifier, Milliseconds, PositiveBytes, Sha256Hex
 
 from .reading import read_document
@@ -113,6 +113,7 @@ class DeploymentEntry:
     load_ms: Milliseconds = 30_000
     unload_ms: Milliseconds = 2_000
     residency: Residency = field(default_factory=Residency)
+    sleep: Sleep | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +131,7 @@ class ConfigDocument:
     node: NodeEntry = NodeEntry()
     accelerators: AcceleratorsEntry = AcceleratorsEntry()
     policy: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    profile: Literal["at_start", "never"] = "at_start"
+    profile: Literal["at_start", "when_idle", "never"] = "at_start"
     drain_seconds: Seconds = 30
     upstream_timeout_seconds: Annotated[int, Field(ge=1, le=86_400)] = 600
     max_body_bytes: Annotated[int, Field(ge=KIB, le=GIB)] = 4 * MIB
@@ -339,6 +340,8 @@ def _broken_rules(document: ConfigDocument, runtimes: Mapping[str, RuntimeConfig
         yield from _always_warm_shares(where, deployment, deployments)
         if (runtime := runtimes.get(deployment.id)) is not None:
             yield from _runtime_fits(at(where, "runtime"), deployment, runtime)
+            if deployment.sleep is not None and not runtime.sleeps:
+                yield Problem(at(where, "sleep"), f"a runtime of type {runtime.type}, as it is configured, cannot sleep")
 
 
 def _twice(section: str, name: str, values: Sequence[str | None]) -> Iterator[Problem]:

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from gpuledger.adapters.runtimes.config import LlamaCppConfig, ReferenceConfig, ReferenceFaults
 from gpuledger.domain.policy import Policy
-from gpuledger.domain.state import Residency
+from gpuledger.domain.state import Residency, Sleep
 from gpuledger.domain.units import GIB, KIB, MAX_INTEGER, MIB
 
 from .config import AcceleratorsEntry, ClientEntry, ConfigDocument, DeploymentEntry, HostEntry, NodeEntry
@@ -35,9 +35,11 @@ _FILE: Final = {
     "node": "This machine.",
     "accelerators": "What is measured and scheduled.",
     "policy": "Keys of the policy that differ from their defaults.",
-    "profile": "`at_start`: a start measures every deployment that has no envelope as it is configured now, before "
-    "requests are admitted. `never`: such a deployment is refused with NO_MEASURED_ENVELOPE until "
-    "`gpuledger profile` has measured it.",
+    "profile": "What is measured without being asked, of deployments that have no envelope as they are configured now, "
+    "or a suspect one. `at_start`: a start measures them before requests are admitted. `when_idle`: requests are "
+    "admitted at once, and the server measures whenever nothing is wanted and an accelerator is empty; a request ends "
+    "the measurement. `never`: such a deployment is refused with NO_MEASURED_ENVELOPE until `gpuledger profile` has "
+    "measured it.",
     "drain_seconds": "After SIGTERM: how long work that runs may go on.",
     "upstream_timeout_seconds": "How long a runtime may be silent before its request fails with TIMEOUT.",
     "max_body_bytes": "The longest body of a request; a longer one gets 413.",
@@ -81,6 +83,13 @@ _DEPLOYMENT: Final = {
     "load_ms": "How long a load is expected to take until one was measured.",
     "unload_ms": "The same for an unload.",
     "residency": "How long it stays in memory when nothing uses it.",
+    "sleep": "What it keeps asleep and how long that takes, until it is measured. Only where the runtime can sleep: it "
+    "is then put to sleep, where that frees enough, instead of being unloaded.",
+}
+_SLEEP: Final = {
+    "asleep_bytes": "What it still holds asleep.",
+    "sleep_ms": "How long it takes to give the rest back.",
+    "wake_ms": "How long it takes to take it again.",
 }
 _RESIDENCY: Final = {
     "policy": "`keep_warm`: unloaded `ttl_seconds` after its last use. `load_on_demand`: unloaded after each use. "
@@ -164,6 +173,7 @@ SECTIONS: Final = (
     _Section("`clients[]`", "A client and what it is bound to.", ClientEntry, _CLIENT),
     _Section("`deployments[]`", "A model in one configuration of one runtime.", DeploymentEntry, _DEPLOYMENT),
     _Section("`deployments[].residency`", "", Residency, _RESIDENCY),
+    _Section("`deployments[].sleep`", "", Sleep, _SLEEP),
     _Section(
         "`deployments[].runtime` with `type: llama_cpp`",
         "llama.cpp's server: the one that `server` names, else a `llama-server` on PATH, else the one in the PyPI "

@@ -269,13 +269,14 @@ def _receive(draft: Draft, arrived: RequestArrived, max_queue_seconds: int) -> R
 
 def _work_ended(draft: Draft, ended: WorkEnded) -> None:
     request = draft.world.requests.get(ended.request_id)
-    if request is None or request.accelerator_id is None or request.lease_id is None:
-        return  # it was ended already: its lease ran out, was preempted, or went with its resident
-    if not ended.client_gone and ended.lease_id not in (None, request.lease_id):
-        return  # it was put back meanwhile, and has another lease
-    record = draft.world.accelerators[request.accelerator_id].leases.get(request.lease_id)
+    if request is None:
+        return  # it was ended already: its lease ran out, or it was cancelled
+    if ended.unsent and (request.lease_id is None or ended.lease_id not in (None, request.lease_id)):
+        return  # it was put back meanwhile, and is tried again as it is
+    state = None if request.accelerator_id is None else draft.world.accelerators[request.accelerator_id]
+    record = None if state is None else state.leases.get(request.lease_id or "")
     if record is not None:
-        release(draft, request.accelerator_id, record, _cause_of(ended), used=True)
+        release(draft, record.lease.accelerator_id, record, _cause_of(ended), used=True)
     if ended.client_gone:
         cancel_request(draft, ended.request_id, "client_gone")
         return

@@ -56,7 +56,7 @@ LOAD_FAILURES: Final = frozenset(
 )
 
 #: Details of a process that ended without saying why: only the device tells whether it was for want of memory.
-ENDED_WITHOUT_A_WORD: Final = frozenset({"killed", "signal_9", "signal_6", "signal_11"})
+ENDED_WITHOUT_A_WORD: Final = frozenset({"killed", "signal_9", "signal_6"})
 
 
 # ---- room: the last look before work begins ---------------------------------------------------------------------
@@ -361,12 +361,20 @@ def _judged_by_device(
     """A process that ended without a word, where the device had no room left for it: GPU_OOM (semantics.md 8)."""
     if failure not in (Failure.MODEL_LOAD_FAILED, Failure.RUNTIME_CRASH) or state.sample is None:
         return failure, detail
-    if detail not in ENDED_WITHOUT_A_WORD:
+    if detail not in ENDED_WITHOUT_A_WORD or not _takes_memory(state, record, draft.now):
         return failure, detail
     view = view_of(draft.world.state(draft.now))
     missing = _requirement(view, state, record.resident.deployment_id) - record.resident.attributed_bytes
     left = state.accelerator.total_bytes - state.sample.used_bytes
     return (Failure.GPU_OOM, "no_room_left_on_device") if left < missing else (failure, detail)
+
+
+def _takes_memory(state: AcceleratorState, record: ResidentRecord, now: int) -> bool:
+    """Whether it was loading or at work: one that is idle or asleep asks for no more than it has."""
+    resident = record.resident
+    if resident.state is ResidentState.LOADING:
+        return record.load_started
+    return resident.running_requests > 0 or active_on(state, resident.resident_id, now)
 
 
 def _doubt(

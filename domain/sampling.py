@@ -74,8 +74,9 @@ def record_sample(draft: Draft, taken: SampleTaken) -> None:
         _record_pressure(draft, before.accelerators[one.accelerator_id], one)
         _record_materialized(draft, one.accelerator_id)
     for reading in taken.reading.accelerators:
-        shown = DeviceFault(reading.health, reading.health_cause or "telemetry", reading.health_mark)
-        _record_health(draft, reading.accelerator_id, shown)
+        told = DeviceFault(reading.health, reading.health_cause or "telemetry", reading.health_mark)
+        further = (DeviceFault(one.health, one.cause, one.mark) for one in reading.further_faults)
+        _record_health(draft, reading.accelerator_id, told, *further)
         _revise(draft, reading)
 
 
@@ -125,16 +126,16 @@ def _revise(draft: Draft, reading: AcceleratorReading) -> None:
     )
 
 
-def _record_health(draft: Draft, accelerator_id: str, shown: DeviceFault) -> None:
-    """What a device says of its health, when that is news.
+def _record_health(draft: Draft, accelerator_id: str, *told: DeviceFault) -> None:
+    """What a device says of its health, the worst first, when that is news.
 
     A fault of the device itself stands until an operator clears it; one that was cleared is no news again.
     """
     known = draft.world.accelerators.get(accelerator_id)
     if known is None or known.retired:
         return
-    if shown.mark <= known.cleared.get(shown.cause, -1):
-        shown = DeviceFault(Health.HEALTHY, "", 0)
+    uncleared = (one for one in told if one.mark > known.cleared.get(one.cause, -1))
+    shown = next(uncleared, DeviceFault(Health.HEALTHY, "", 0))
     standing = known.fault
     if standing is not None and _GRAVITY[shown.health] <= _GRAVITY[standing.health]:
         further = shown.cause == standing.cause and shown.mark > standing.mark

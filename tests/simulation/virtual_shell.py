@@ -475,11 +475,11 @@ class VirtualShell:
         process.working = max(0, process.working - 1)
         self.feed(WorkEnded(effect.request_id, 200, duration_ms, 1000, 5, 7, None, "", client_gone=False))
 
-    def crash_runtime(self, resident_id: str) -> None:
+    def crash_runtime(self, resident_id: str, detail: str = "signal_11") -> None:
         """One of our processes dies on its own."""
         process = self.processes[resident_id]
         process.gone = True
-        self.feed(RuntimeFailed(resident_id, Failure.RUNTIME_CRASH, "signal_11", "0" * 64))
+        self.feed(RuntimeFailed(resident_id, Failure.RUNTIME_CRASH, detail, "0" * 64))
 
     def _hold(self) -> None:
         """Everybody who waits still waits: leases are renewed."""

@@ -1,0 +1,370 @@
+"""What goes wrong with a model on a card, one scenario a test, in virtual time (semantics.md 5, 7, 8)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gpuledger.adapters.ledger.memory import MemoryLedger
+from gpuledger.domain.events import (
+    ArtifactCorrupt,
+    CapabilityDegraded,
+    CapabilityRecovered,
+    EnvelopeSuspected,
+    EvictionStarted,
+    FailureRecorded,
+    LeaseReleased,
+    PlanDecided,
+    RequestFellBack,
+    RequestRetried,
+    ResidentEvicted,
+    ResidentLoadStarted,
+    ResidentReady,
+    ResidentSlept,
+    ResidentWoken,
+    ThrashingDetected,
+)
+from gpuledger.domain.failures import Failure
+from gpuledger.domain.messages import AcceptEnvelope, EnvelopeTaken, ProfilingBegins, ProfilingOver, WorkEnded
+from gpuledger.domain.operations import problem_of
+from gpuledger.domain.policy import Policy, Priority
+from gpuledger.domain.reasons import Reason
+from gpuledger.domain.state import Residency, ResidencyPolicy, ResidentState, Sleep
+from gpuledger.domain.units import GIB, MIB, seconds
+from tests.simulation.virtual_shell import Card, Model, VirtualShell
+from tests.unit.test_scheduler import LARGE, SMALL, completed, events_of, failed, other, started
+
+SLEEPER = replace(LARGE, deployment_id="sleeper", sleep=Sleep(1 * GIB, 500, 1000))
+
+
+def states(shell: VirtualShell) -> dict[str, ResidentState]:
+    return {record.resident.deployment_id: record.resident.state for _, record in shell.world.residents()}
+
+
+# ---- sleep and wake ---------------------------------------------------------------------------------------------
+
+
+def sleeping() -> VirtualShell:
+    """The sleeper sleeps, and what it made room for is idle."""
+    shell = started(SLEEPER, LARGE)
+    shell.ask("r1", "sleeper@1")
+    shell.run_for(60)
+    made_room_for = shell.ask("r2", "large@1")
+    shell.run_for(30)
+    assert completed(made_room_for)
+    return shell
+
+
+def test_a_model_that_can_sleep_makes_room_by_sleeping_and_wakes_up() -> None:
+    shell = sleeping()
+    (slept,) = events_of(shell, ResidentSlept)
+    assert (slept.freed_bytes, slept.left_bytes) == (11 * GIB, 1 * GIB)
+    assert states(shell) == {"sleeper": ResidentState.SLEEPING, "large": ResidentState.READY}
+    shell.run_for(60)
+    again = shell.ask("r3", "sleeper@1")
+    shell.run_for(30)
+    assert completed(again)
+    assert len(events_of(shell, ResidentWoken)) == 1
+    assert len([e for e in events_of(shell, ResidentReady) if e.resident_id.startswith("sleeper")]) == 1, "not loaded"
+
+
+def test_what_waits_for_a_sleep_does_not_load_before_the_device_shows_it() -> None:
+    shell = started(SLEEPER, LARGE)
+    shell.ask("r1", "sleeper@1")
+    shell.run_for(60)
+    shell.ask("r2", "large@1")
+    shell.run_for(30)
+    order = [type(e.data).__name__ for e in shell.recorded if isinstance(e.data, ResidentSlept | ResidentLoadStarted)]
+    assert order == ["ResidentLoadStarted", "ResidentSlept", "ResidentLoadStarted"]
+
+
+def test_a_sleep_that_frees_nothing_is_a_failure_and_becomes_an_unload() -> None:
+    shell = started(SLEEPER, LARGE)
+    shell.stubborn.add("sleeper")
+    shell.ask("r1", "sleeper@1")
+    shell.run_for(60)
+    waiting = shell.ask("r2", "large@1")
+    shell.run_for(120)
+    assert not events_of(shell, ResidentSlept)
+    assert [e.failure for e in events_of(shell, FailureRecorded)] == [Failure.GPU_MEMORY_NOT_RECLAIMED]
+    of_sleeper = [e for e in events_of(shell, EvictionStarted) if e.deployment_id == "sleeper"]
+    assert [(e.action, e.cause.value) for e in of_sleeper] == [
+        ("sleep", "plan"),
+        ("unload", "sleep_failed"),
+    ]
+    assert completed(waiting)
+
+
+def test_a_wake_without_room_leaves_it_asleep() -> None:
+    shell = sleeping()
+    shell.run_for(60)
+    (card,) = shell.cards
+    waiting = shell.ask("r3", "sleeper@1")
+    card.external_bytes = card.total_bytes - shell.held_on(card.accelerator_id)  # others are faster
+    shell.run_for(5)
+    assert not events_of(shell, ResidentWoken)
+    assert waiting.event is None or failed(waiting).reason is not None
+    assert states(shell)["sleeper"] is ResidentState.SLEEPING
+    assert "no_room" in {e.cause.value for e in events_of(shell, LeaseReleased)}
+
+
+def test_what_sleeps_is_unloaded_when_its_keep_warm_time_is_over() -> None:
+    shell = started(replace(SLEEPER, residency=Residency(ResidencyPolicy.KEEP_WARM, 100)), LARGE)
+    shell.ask("r1", "sleeper@1")
+    shell.run_for(60)
+    shell.ask("r2", "large@1")
+    shell.run_for(20)
+    assert states(shell)["sleeper"] is ResidentState.SLEEPING
+    shell.run_for(100)
+    assert "sleeper" not in states(shell)
+
+
+def test_a_process_that_dies_asleep_is_gone_and_loaded_anew() -> None:
+    shell = sleeping()
+    victim = next(r.resident.resident_id for _, r in shell.world.residents() if r.resident.deployment_id == "sleeper")
+    shell.crash_runtime(victim)
+    shell.run_for(60)
+    assert "sleeper" not in states(shell)
+    again = shell.ask("r3", "sleeper@1")
+    shell.run_for(60)
+    assert completed(again)
+
+
+# ---- starts that bear no neighbour ------------------------------------------------------------------------------
+
+
+def test_a_runtime_that_starts_alone_waits_for_others_and_lets_nobody_stop_meanwhile() -> None:
+    alone = replace(SMALL, deployment_id="alone", starts_alone=True, load_ms=8000)
+    shell = started(alone, replace(SMALL, load_ms=6000), card=48 * GIB)
+    shell.ask("r1", "small@1")
+    shell.run_for(1)
+    shell.ask("r2", "alone@1")
+    shell.run_for(2)
+    assert [e.resident_id.partition("@")[0] for e in events_of(shell, ResidentLoadStarted)] == ["small"]
+    shell.run_for(30)
+    ready = [e.ready_at for e in events_of(shell, ResidentReady)]
+    loads = [e.loaded_at for e in events_of(shell, ResidentLoadStarted)]
+    assert loads[1] >= ready[0], "one start after the other"
+
+
+# ---- retries, fallback, degradation -----------------------------------------------------------------------------
+
+
+def test_a_request_falls_back_to_the_next_rank_and_both_plans_are_recorded() -> None:
+    backup = replace(SMALL, deployment_id="backup", fallback_of="large")
+    shell = started(LARGE, backup)
+    shell.cards[0].external_bytes = 15 * GIB
+    shell.sample()
+    outcome = shell.ask("r1", "large@1")
+    shell.run_for(20)
+    assert completed(outcome)
+    assert [(e.fallback_rank, e.verdict.value) for e in events_of(shell, PlanDecided)][:2] == [
+        (0, "REJECT_CAPACITY"),
+        (1, "ADMIT"),
+    ]
+    (fell,) = events_of(shell, RequestFellBack)
+    assert (fell.fallback_rank, fell.reason) == (1, Reason.EXTERNAL_GPU_PRESSURE)
+
+
+def test_a_request_that_only_waits_does_not_fall_back() -> None:
+    backup = replace(SMALL, deployment_id="backup", fallback_of="large")
+    shell = started(LARGE, backup, replace(LARGE, deployment_id="busy"))
+    shell.work_ms = lambda _: 30_000
+    shell.ask("r1", "busy@1")
+    shell.run_for(12)
+    shell.ask("r2", "large@1")
+    shell.run_for(5)
+    assert not events_of(shell, RequestFellBack)
+    assert [q.request_id for q in shell.world.queue()] == ["r2"]
+
+
+def test_failed_loads_fall_back_when_their_retries_are_used_up() -> None:
+    backup = replace(SMALL, deployment_id="backup", fallback_of="large")
+    shell = started(LARGE, backup)
+    shell.fail_loads.add("large")
+    outcome = shell.ask("r1", "large@1")
+    shell.run_for(60)
+    assert completed(outcome)
+    assert len(events_of(shell, RequestRetried)) == 1
+    assert [e.failure for e in events_of(shell, RequestFellBack)] == [Failure.MODEL_LOAD_FAILED]
+
+
+def test_a_capability_is_degraded_after_failures_in_a_row_until_it_answers() -> None:
+    shell = started(SMALL)
+    shell.fail_loads.add("small")
+    for number in range(2):
+        shell.ask(f"r{number}", "small@1")
+        shell.run_for(60)
+    (degraded,) = events_of(shell, CapabilityDegraded)
+    assert (degraded.capability, degraded.failures) == ("small@1", 3)
+    assert shell.world.capabilities["small@1"].degraded_at is not None
+    shell.fail_loads.clear()
+    shell.run_for(60)
+    outcome = shell.ask("last", "small@1")
+    shell.run_for(30)
+    assert completed(outcome)
+    assert len(events_of(shell, CapabilityRecovered)) == 1
+    assert not shell.world.capabilities
+
+
+def test_a_failure_that_its_client_saw_nothing_of_is_tried_again_and_another_is_not() -> None:
+    shell = started(replace(SMALL, concurrency=2))
+    shell.work_ms = lambda _: 50_000
+    unseen, seen = shell.ask("unseen", "small@1"), shell.ask("seen", "small@1")
+    shell.run_for(10)
+    for request_id, unsent in (("unseen", True), ("seen", False)):
+        broken = WorkEnded(
+            request_id, 500, 10, 0, None, None, Failure.INVALID_OUTPUT, "http_status_500", client_gone=False
+        )
+        shell.feed(replace(broken, unsent=unsent))
+    assert failed(seen).failure is Failure.INVALID_OUTPUT
+    shell.run_for(60)
+    assert completed(unseen)
+    assert [e.request_id for e in events_of(shell, RequestRetried)] == ["unseen"]
+
+
+def test_refusals_that_are_failures_are_recorded_with_the_plan_as_evidence() -> None:
+    shell = started(LARGE, card=8 * GIB)
+    outcome = shell.ask("r1", "large@1")
+    assert failed(outcome).reason is Reason.INSUFFICIENT_SCHEDULABLE_VRAM
+    (recorded,) = events_of(shell, FailureRecorded)
+    (decided,) = events_of(shell, PlanDecided)
+    assert recorded.failure is Failure.INSUFFICIENT_SCHEDULABLE_VRAM
+    assert recorded.evidence_sha256 == decided.fingerprint
+
+
+# ---- doubt ------------------------------------------------------------------------------------------------------
+
+
+def out_of_memory(*models: Model) -> VirtualShell:
+    shell = started(*models)
+    shell.fail_loads.add("small")
+    shell.load_failure = Failure.GPU_OOM
+    return shell
+
+
+def test_after_an_oom_the_envelope_is_suspect_and_nothing_loads_until_it_is_accepted() -> None:
+    shell = out_of_memory(SMALL)
+    outcome = shell.ask("r1", "small@1")
+    shell.run_for(60)
+    (suspected,) = events_of(shell, EnvelopeSuspected)
+    assert (suspected.cause, suspected.peak_bytes) == ("gpu_oom", 2 * GIB)
+    assert failed(outcome).reason is Reason.NO_MEASURED_ENVELOPE, "planned again once, and no further load"
+    (retried,) = events_of(shell, RequestRetried)
+    gone = next(e.at for e in shell.recorded if isinstance(e.data, ResidentEvicted))
+    planned = [e.at for e in shell.recorded if isinstance(e.data, PlanDecided)]
+    assert retried.retried_at <= gone <= planned[1], "only after its memory was confirmed back"
+    shell.fail_loads.clear()
+    operation = AcceptEnvelope("olga", "small")
+    assert problem_of(shell.world, operation) is None
+    shell.feed(operation)
+    shell.run_for(30)
+    again = shell.ask("r2", "small@1")
+    shell.run_for(30)
+    assert completed(again)
+
+
+def test_an_envelope_that_was_measured_again_is_suspect_no_more() -> None:
+    shell = out_of_memory(SMALL)
+    shell.ask("r1", "small@1")
+    shell.run_for(60)
+    shell.fail_loads.clear()
+    shell.feed(EnvelopeTaken(SMALL.measured("GPU-0", shell.now)))
+    again = shell.ask("r2", "small@1")
+    shell.run_for(30)
+    assert completed(again)
+    assert shell.world.deployments["small"].suspicion is None
+
+
+def test_a_process_that_is_killed_where_no_room_is_left_ran_out_of_memory() -> None:
+    shell = started(LARGE)
+    shell.ask("r1", "large@1")
+    shell.run_for(2)
+    ((_, record),) = shell.world.residents()
+    (card,) = shell.cards
+    card.external_bytes = card.total_bytes - 1 * GIB  # others took it while it loads
+    shell.sample()
+    shell.crash_runtime(record.resident.resident_id, "signal_9")
+    failures = {e.failure for e in events_of(shell, FailureRecorded)}
+    assert Failure.GPU_OOM in failures
+    assert Failure.RUNTIME_CRASH not in failures
+
+
+def test_a_resident_that_holds_more_than_its_envelope_makes_it_suspect_and_serves_on() -> None:
+    shell = started(SMALL)
+    shell.ask("r1", "small@1")
+    shell.run_for(20)
+    ((_, record),) = shell.world.residents()
+    process = shell.processes[record.resident.resident_id]
+    process.model = replace(process.model, idle_bytes=2 * GIB + 300 * MIB, peak_bytes=2 * GIB + 300 * MIB)
+    shell.run_for(20)
+    (suspected,) = events_of(shell, EnvelopeSuspected)
+    assert (suspected.cause, suspected.observed_bytes) == ("exceeded", 2 * GIB + 300 * MIB)
+    still = shell.ask("r2", "small@1")
+    shell.run_for(20)
+    assert completed(still), "what is there goes on; only a further load is not allowed"
+
+
+def test_a_corrupt_model_is_not_loaded_again_until_a_start_finds_it_whole() -> None:
+    shell = started(SMALL)
+    shell.fail_loads.add("small")
+    shell.load_failure = Failure.ARTIFACT_CORRUPT
+    outcome = shell.ask("r1", "small@1")
+    shell.run_for(30)
+    assert len(events_of(shell, ArtifactCorrupt)) == 1
+    assert failed(outcome).reason is Reason.NO_MEASURED_ENVELOPE
+    assert len(events_of(shell, ResidentLoadStarted)) == 1
+
+
+# ---- thrashing --------------------------------------------------------------------------------------------------
+
+
+def test_two_models_that_evict_each_other_again_and_again_are_told() -> None:
+    policy = replace(Policy(), min_residency_loads=0)
+    shell = started(LARGE, other(LARGE), policy=policy)
+    for number in range(12):
+        shell.ask(f"r{number}", ("large@1", "other@1")[number % 2], Priority.PRODUCTION)
+        shell.run_for(30)
+    told = [(e.evictor, e.victim, e.evictions) for e in events_of(shell, ThrashingDetected)]
+    assert ("large", "other", 3) in told
+    assert ("other", "large", 3) in told
+    assert len(told) <= 12 // 3
+
+
+# ---- measuring by itself ----------------------------------------------------------------------------------------
+
+
+def test_whoever_comes_while_an_envelope_is_measured_waits_for_its_end_and_no_longer() -> None:
+    shell = started(SMALL)
+    shell.feed(ProfilingBegins("GPU-0", "small"))
+    assert shell.world.accelerators["GPU-0"].profiling == "small"
+    outcome = shell.ask("r1", "small@1")
+    shell.run_for(3)
+    assert not events_of(shell, PlanDecided)
+    shell.feed(ProfilingOver("GPU-0", "small", "preempted", "a request came"))
+    shell.run_for(30)
+    assert completed(outcome)
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_nothing_is_measured_where_something_is(busy: bool) -> None:
+    shell = started(SMALL)
+    if busy:
+        shell.ask("r1", "small@1")
+        shell.run_for(10)
+    shell.feed(ProfilingBegins("GPU-0", "small"))
+    assert (shell.world.accelerators["GPU-0"].profiling is None) is busy
+
+
+def test_a_scheduler_that_starts_measures_nothing_yet() -> None:
+    ledger = MemoryLedger()
+    first = VirtualShell(ledger, (SMALL,), (Card("GPU-0", 24 * GIB),))
+    first.start()
+    first.feed(ProfilingBegins("GPU-0", "small"))
+    first.crash()
+    second = VirtualShell(ledger, (SMALL,), (Card("GPU-0", 24 * GIB),), now=first.now + seconds(1))
+    second.start()
+    outcome = second.ask("r1", "small@1")
+    second.run_for(30)
+    assert completed(outcome)

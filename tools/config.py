@@ -341,7 +341,8 @@ def _broken_rules(document: ConfigDocument, runtimes: Mapping[str, RuntimeConfig
         if (runtime := runtimes.get(deployment.id)) is not None:
             yield from _runtime_fits(at(where, "runtime"), deployment, runtime)
             if deployment.sleep is not None and not runtime.sleeps:
-                yield Problem(at(where, "sleep"), f"a runtime of type {runtime.type}, as it is configured, cannot sleep")
+                told = f"a runtime of type {runtime.type}, as it is configured here, cannot sleep"
+                yield Problem(at(where, "sleep"), told)
 
 
 def _twice(section: str, name: str, values: Sequence[str | None]) -> Iterator[Problem]:

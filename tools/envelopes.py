@@ -9,6 +9,8 @@ from typing import TypeAlias
 import structlog
 
 from gpuledger.domain.accounting import reserve_of
+from gpuledger.domain.aggregates.accelerator import AcceleratorState
+from gpuledger.domain.aggregates.deployment import DeploymentState
 from gpuledger.domain.messages import EnvelopeTaken
 from gpuledger.domain.ports import Clock, RuntimeFault, Runtimes, Telemetry
 from gpuledger.domain.state import ResidencyPolicy
@@ -21,6 +23,8 @@ from .shell import Engine
 
 #: (deployment id, step of the measurement).
 Progress: TypeAlias = Callable[[str, str], None]
+#: Whether something can be measured on an accelerator now.
+Usable: TypeAlias = Callable[[AcceleratorState], bool]
 
 _log = structlog.get_logger(__name__)
 
@@ -33,26 +37,41 @@ class Unmeasured:
     fault: RuntimeFault
 
 
-def places(world: World, deployments: Collection[str] | None = None, *, again: bool = False) -> tuple[Place, ...]:
-    """One accelerator of each class on which a deployment could run and was not measured as it is now.
+def there(state: AcceleratorState) -> bool:
+    """It has not been retired."""
+    return not state.retired
 
-    `again`: also where it was. What is `always_warm` comes last: it is loaded as soon as it is measured.
+
+def places(
+    world: World, deployments: Collection[str] | None = None, *, again: bool = False, usable: Usable = there
+) -> tuple[Place, ...]:
+    """One accelerator of each class on which a deployment could run and has no envelope to trust as it is now.
+
+    `again`: also where it has. None where its model file is not what it should be: what is measured of another one says
+    nothing. What is `always_warm` comes last: it is loaded as soon as it is measured.
     """
     found: list[tuple[bool, Place]] = []
     for deployment_id, deployment in sorted(world.deployments.items()):
-        if deployment.retired or (deployments is not None and deployment_id not in deployments):
+        left_out = deployments is not None and deployment_id not in deployments
+        if deployment.retired or deployment.corrupt is not None or left_out:
             continue
         classes: set[str] = set()
         for accelerator_id, state in sorted(world.accelerators.items()):
             accelerator = state.accelerator
-            if state.retired or accelerator.kind is not deployment.spec.kind or accelerator.gpu_class in classes:
+            if accelerator.kind is not deployment.spec.kind or accelerator.gpu_class in classes or not usable(state):
                 continue
             classes.add(accelerator.gpu_class)
-            if again or deployment.measured_on(accelerator.gpu_class) is None:
+            if again or is_unmeasured(deployment, accelerator.gpu_class):
                 reserve = reserve_of(world.policy, accelerator.total_bytes)
                 always = deployment.spec.residency.policy is ResidencyPolicy.ALWAYS_WARM
-                found.append((always, Place(deployment_id, accelerator_id, reserve)))
+                found.append((always, Place(deployment_id, accelerator_id, reserve, deployment.spec.sleep)))
     return tuple(place for _, place in sorted(found, key=lambda entry: entry[0]))
+
+
+def is_unmeasured(deployment: DeploymentState, gpu_class: str) -> bool:
+    """Whether there is no envelope of its present configuration there, or only a suspect one (semantics.md 3, 8)."""
+    measured = deployment.measured_on(gpu_class)
+    return measured is None or measured.envelope.suspect
 
 
 class Measuring:
@@ -75,7 +94,7 @@ class Measuring:
         held_back: list[EnvelopeTaken] = []
         for place in wanted:
             try:
-                measurement = await self._one(place, progress)
+                measurement = await self.one(place, progress)
             except RuntimeFault as fault:
                 _log.error("could not be measured", deployment=place.deployment_id, fault=str(fault))
                 unmeasured.append(Unmeasured(place, fault))
@@ -90,7 +109,8 @@ class Measuring:
             await self._engine.ask(taken)
         return measured, unmeasured
 
-    async def _one(self, place: Place, progress: Progress) -> Measurement:
+    async def one(self, place: Place, progress: Progress) -> Measurement:
+        """Measure, and record nothing. Raises RuntimeFault; no sample is taken meanwhile."""
         async with self._sampler.paused():
             return await measure(
                 self._runtimes,

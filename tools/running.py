@@ -25,6 +25,7 @@ from .config import Config
 from .desk import Binding, RequestDesk
 from .effects import Effects
 from .envelopes import Measuring
+from .profiling import SelfProfiling
 from .sampler import Sampler
 from .shell import Engine
 
@@ -90,7 +91,8 @@ class Running:
             self.engine, parts.runtimes, parts.ledger, bindings.__getitem__, config.document.max_open_requests
         )
         self.measuring = Measuring(config, self.engine, self.sampler, parts.telemetry, parts.runtimes, parts.clock)
-        for listener in (self.desk, self.effects, self.sampler, self.watch):
+        self.profiling = SelfProfiling(self.engine, self.measuring, self.sampler, node_id)
+        for listener in (self.desk, self.effects, self.sampler, self.watch, self.profiling):
             self.engine.subscribe(listener)
 
     @property
@@ -128,6 +130,8 @@ class Running:
         if not self._tasks:
             return True  # nothing had begun
         node_id = self._config.document.node.id
+        # What is measured by itself is in no ledger: it is ended first.
+        await _first(self.profiling.halt(), haste.drain_over.wait(), timeout_seconds=drain_seconds)
         self.engine.tell(ShutdownRequested(node_id))
         await _first(self.engine.stopped.wait(), haste.drain_over.wait(), timeout_seconds=drain_seconds)
         if not self.engine.stopped.is_set():

@@ -126,6 +126,8 @@ class Server:
             _, unmeasured = await running.measuring.run(places(running.world), self._measuring)
             await running.sampler.take()
         running.desk.gate.cause, running.desk.gate.detail = None, "open"
+        if self._config.document.profile == "when_idle":
+            running.background(running.profiling.run(), "profiling")
         self._announcer.ready(running.world, unmeasured)
 
     def _measuring(self, deployment_id: str, step: str) -> None:

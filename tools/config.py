@@ -21,7 +21,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from gpuledger.adapters.paths import written_path
-from gpuledger.adapters.runtimes.config import BASE_FOLDER, LlamaCppConfig, RuntimeConfig, Task
+from gpuledger.adapters.runtimes.config import BASE_FOLDER, LlamaCppConfig, RuntimeConfig, Task, VllmConfig
 from gpuledger.domain.document_problems import DocumentError, Problem, at, problems_of
 from gpuledger.domain.documents import Json, inspected, policy_document, policy_of
 from gpuledger.domain.policy import Policy, Priority
@@ -168,7 +168,7 @@ def load_config(path: Path) -> Config:
 def config_of(value: Json, path: Path) -> Config:
     """The configuration that a document stands for, as if it lay at `path`. Raises DocumentError."""
     problems: list[Problem] = list(inspected(value, "config"))
-    tree = _with_sizes(value)
+    tree = with_sizes(value)
     document = _shape(tree, problems)
     runtimes = _runtimes(tree, path.parent, problems)
     policy = _policy(tree, problems)
@@ -213,12 +213,12 @@ _SIZE: Final = re.compile(rf"([0-9]{{1,16}}(?:\.[0-9]{{1,9}})?) ?({'|'.join(_UNI
 _LABELS: Final = frozenset({"labels", "node_selector", "check_schema", "check_body", "set"})
 
 
-def _with_sizes(value: Json, key: str = "") -> Json:
+def with_sizes(value: Json, key: str = "") -> Json:
     """The tree with every size as an integer. What is not a size is left for the types to refuse."""
     if isinstance(value, dict):
-        return value if key in _LABELS else {name: _with_sizes(one, name) for name, one in value.items()}
+        return value if key in _LABELS else {name: with_sizes(one, name) for name, one in value.items()}
     if isinstance(value, list):
-        return [_with_sizes(one) for one in value]
+        return [with_sizes(one) for one in value]
     if isinstance(value, str) and key.endswith("_bytes"):
         match = _SIZE.fullmatch(value)
         size = None if match is None else Fraction(match[1]) * _UNITS[match[2]]
@@ -229,7 +229,9 @@ def _with_sizes(value: Json, key: str = "") -> Json:
 # ---- shapes -----------------------------------------------------------------------------------------------------
 
 _DOCUMENT: Final = TypeAdapter(ConfigDocument)
-RUNTIME_TYPES: Final = ("llama_cpp", "reference")
+RUNTIME_TYPES: Final = ("llama_cpp", "vllm", "command", "reference")
+#: Those that are told by which name they are asked for their model.
+_NAMED_TYPES: Final = ("vllm", "command")
 _RUNTIME: Final[TypeAdapter[RuntimeConfig]] = TypeAdapter(RuntimeConfig)
 
 
@@ -260,8 +262,10 @@ def _runtimes(tree: Json, folder: Path, problems: list[Problem]) -> Mapping[str,
     for index, entry in enumerate(entries if isinstance(entries, list) else ()):
         if isinstance(entry, dict) and isinstance(runtime := entry.get("runtime"), dict):
             where = at("config", "deployments", index, "runtime")
-            concurrency = entry.get("concurrency", 1)
-            found = _runtime({"parallel": concurrency, **runtime}, folder, where, problems)
+            implied: dict[str, Json] = {"parallel": entry.get("concurrency", 1)}
+            if runtime.get("type") in _NAMED_TYPES and isinstance(entry.get("capability"), str):
+                implied["served_name"] = entry["capability"]
+            found = _runtime({**implied, **runtime}, folder, where, problems)
             if found is not None:
                 runtimes[str(entry.get("id"))] = found
     return runtimes
@@ -419,6 +423,8 @@ def _runtime_fits(where: str, deployment: DeploymentEntry, runtime: RuntimeConfi
             yield Problem(at(where, "gpu_layers"), "must be 0 where kind is host")
         if deployment.kind is Kind.GPU and not on_gpu:
             yield Problem(at(where, "gpu_layers"), 'must be "all" or at least 1 where kind is gpu')
+    if isinstance(runtime, VllmConfig) and deployment.kind is not Kind.GPU:
+        yield Problem(at(where, "type"), "vllm serves where kind is gpu, and nowhere else")
 
 
 # ---- paths and address ------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Whether a program complains of memory: in what it printed before it ended, or in the answer of an error.
 
-The words are those of CUDA, HIP, PyTorch, llama.cpp, vLLM, Python and C++, each as its source prints it. Only the device
-can confirm that it was memory (semantics.md 8).
+The words are those of CUDA, HIP, PyTorch, llama.cpp, vLLM, Python and C++, each as its source prints it. Only the
+device can confirm that it was memory (semantics.md 8).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _WORDS: Final = (
     rb"\bFree memory on device\b[^\n]*\bis less than desired GPU memory utilization\b",
     # vLLM, when weights and activations leave too little for one request (vllm issues 2248 and 17431).
     rb"\bNo available memory for the cache blocks\b|\blarger than the available KV cache memory\b",
-    # Python (an exception without a message is its bare name), NumPy and PyTorch on the host.
-    rb"(?m:^(?:\w+\.)*_?(?:Array)?MemoryError\b)|\bDefaultCPUAllocator: (?:can't|not enough memory)",
+    # Python (an exception without a message is its bare name), NumPy, and PyTorch on the host.
+    rb"\b(?:_Array)?MemoryError\b|\bDefaultCPUAllocator: (?:can't|not enough memory)",
     # C++ and the C library (ENOMEM).
     rb"\bstd::bad_alloc\b|(?i:\bcannot allocate memory\b)",
 )

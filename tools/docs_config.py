@@ -13,7 +13,15 @@ from typing import Any, Final, TypeAlias, cast
 
 from pydantic import TypeAdapter
 
-from gpuledger.adapters.runtimes.config import LlamaCppConfig, ReferenceConfig, ReferenceFaults
+from gpuledger.adapters.runtimes.config import (
+    CommandConfig,
+    LlamaCppConfig,
+    MetricsMapping,
+    ReferenceConfig,
+    ReferenceFaults,
+    SleepPaths,
+    VllmConfig,
+)
 from gpuledger.domain.policy import Policy
 from gpuledger.domain.state import Residency, Sleep
 from gpuledger.domain.units import GIB, KIB, MAX_INTEGER, MIB
@@ -111,6 +119,10 @@ _LLAMA: Final = {
     "cache_type_k": "Type of the cache of keys.",
     "cache_type_v": "Type of the cache of values.",
 }
+_SLEEP_PATHS: Final = {
+    "sleep_path": "Where it is told to give its memory back.",
+    "wake_path": "Where it is told to take it again.",
+}
 _REFERENCE: Final = {
     **_RUNTIME,
     "parallel": _LLAMA["parallel"],
@@ -162,8 +174,12 @@ class _Section:
 
 
 _COMMON: Final = frozenset(
-    {"task", "context_length", "batch_size", "parallel", "max_inputs", "dimensions", "load_timeout_seconds"}
+    {
+        *("task", "context_length", "batch_size", "parallel", "max_inputs", "max_images", "max_audio_bytes"),
+        *("dimensions", "load_timeout_seconds", "check_schema"),
+    }
 )
+_SERVED: Final = frozenset({"served_name", "environment", "set", "metrics"})
 
 SECTIONS: Final = (
     _Section("The file", "The top level.", ConfigDocument, _FILE),
@@ -177,16 +193,54 @@ SECTIONS: Final = (
     _Section(
         "`deployments[].runtime` with `type: llama_cpp`",
         "llama.cpp's server: the one that `server` names, else a `llama-server` on PATH, else the one in the PyPI "
-        "package xllamacpp. All keys but `model`, `sha256`, `server` and `load_timeout_seconds`, with the content of "
-        "the model and the version of the server, make the `config_hash` that an envelope is measured for.",
+        "package xllamacpp. All keys but `model`, `projector`, `sha256`, `server`, `load_timeout_seconds` and "
+        "`check_schema`, with the content of the files and the version of the server, make the `config_hash` that an "
+        "envelope is measured for.",
         LlamaCppConfig,
         _LLAMA,
     ),
     _Section(
+        "`deployments[].runtime` with `type: vllm`",
+        "vLLM on one GPU, of a version that takes UUIDs of devices (its pull request 45026, of June 2026). Starts and "
+        "stops of others wait while it starts. `task`, `max_images` and the other keys that every runtime has are as "
+        "above; `context_length`, `parallel` and `batch_size` are its `--max-model-len`, `--max-num-seqs` and "
+        "`--max-num-batched-tokens`. All keys but `model`, `sha256`, `command`, `served_name`, `metrics`, `guard`, "
+        "`load_timeout_seconds` and `check_schema`, with the content of the model and the version, make the "
+        "`config_hash`.",
+        VllmConfig,
+        _RUNTIME,
+        _COMMON,
+    ),
+    _Section(
+        "`deployments[].runtime` with `type: command`",
+        "Any server that takes a port of the loopback and answers in the way of OpenAI's API; "
+        "[operating.md](operating.md) has examples. In `command` and in the values of `set`, `{port}` is the port, "
+        "`{model}` the path of `model`, `{name}` the `served_name`; other braces stay. `served_name`, `environment`, "
+        "`set` and `metrics` are as with `vllm`, and the keys that every runtime has as above. The arguments of "
+        "`command`, those keys, the version and the content of `model` and `files` make the `config_hash`; of "
+        "`environment` the names, and not the values.",
+        CommandConfig,
+        _RUNTIME,
+        _COMMON | _SERVED,
+    ),
+    _Section(
+        "`deployments[].runtime.metrics` of `type: vllm` and `type: command`",
+        "Three numbers are read of a server's metrics, in Prometheus' text format. Where no name is given, vLLM's "
+        "names are looked for: `vllm:num_requests_running`, `vllm:num_requests_waiting`, `vllm:kv_cache_usage_perc`. A "
+        "mapping that names its own `running` is complete: what it leaves blank is not read.",
+        MetricsMapping,
+        {},
+    ),
+    _Section(
+        "`deployments[].runtime.sleep` of `type: command`",
+        "Requests are POST, without a body, and answered with 200.",
+        SleepPaths,
+        _SLEEP_PATHS,
+    ),
+    _Section(
         "`deployments[].runtime` with `type: reference`",
         "Our own small server without a model, for trying things out: it holds the bytes that it is told to hold and "
-        "answers the same to the same. `task`, `context_length`, `batch_size`, `parallel`, `max_inputs`, `dimensions` "
-        "and `load_timeout_seconds` are as above.",
+        "answers the same to the same. The keys that every runtime has are as above.",
         ReferenceConfig,
         _REFERENCE,
         _COMMON,
@@ -239,8 +293,12 @@ _RULES: Final = """\
 - Ids of clients and of deployments, and hashes of tokens, are there once. A capability that a client may ask for is
   served by some deployment. All deployments of a capability have the same `task`.
 - `parallel` is `concurrency`. For `llama_cpp`, `ubatch_size` is at most `batch_size`, and for embeddings at least
-  `context_length`: an embedding is computed in one piece. `dimensions` and `pooling` are for embeddings only.
-- `gpu_layers` is 0 exactly where `kind` is `host`.
+  `context_length`, as for rankings: such a text is computed in one piece. `dimensions` and `pooling` are for embeddings
+  only, `max_images` for chats, `max_audio_bytes` for transcriptions.
+- `gpu_layers` is 0 exactly where `kind` is `host`. `projector` and `max_images` go together.
+- `vllm` serves where `kind` is `gpu`. Its `batch_size` is at least `parallel`, and for embeddings and rankings at least
+  `context_length`.
+- A `command` has either `version` or `version_command`, and {port} in one of its arguments or in a value of `set`.
 - `always_warm` is the only deployment of its capability at its rank, and that rank is 0.
 - `peak_bytes` of a reference runtime is at least its `idle_bytes`.
 - `telemetry_max_age_seconds` is at least 3 times `sample_interval_seconds`. The levels of `pressure_enter_bp` rise, and
@@ -320,7 +378,7 @@ def _default(key: str, value: Schema, owner: Any) -> str:
     if default is None:
         return "none"
     if isinstance(default, dict):
-        return "see below"
+        return "see below" if default else "empty"
     if isinstance(default, str):
         return f"`{default}`"
     if type(default) is int and key.endswith("_bytes"):

@@ -7,18 +7,29 @@ import os
 import re
 import stat
 import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from gpuledger.domain.failures import Failure
 from gpuledger.domain.ports import RuntimeFault
 
+#: Of the files whose hashes are remembered, about 300 bytes each. A folder of weights has a few hundred at most.
+MAX_KNOWN_FILES: Final = 16_384
+#: A folder with more is no model, but somebody's disk.
+MAX_FILES: Final = 4_096
+#: What lies beside a model in its folder and shapes nothing.
+_PROSE: Final = (".md", ".txt", ".png", ".jpg", ".jpeg", ".gif", ".pdf")
 _SPLIT = re.compile(r"^(?P<stem>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})(?P<suffix>\.gguf)$")
 
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """A model as it lies on disk. Of a split model `sha256` is the hash of the parts' hashes."""
+    """A model as it lies on disk.
+
+    Of a split model `sha256` is the hash of the parts' hashes, of a folder that of the names and hashes of its files.
+    """
 
     sha256: str
     size_bytes: int
@@ -47,8 +58,11 @@ class Artifacts:
         self._lock = threading.Lock()
 
     def inspect(self, model: Path) -> Artifact:
-        """Raises RuntimeFault: MODEL_LOAD_FAILED `artifact_missing`, `artifact_unreadable`."""
+        """Of a file with its other parts, or a folder. Raises RuntimeFault: MODEL_LOAD_FAILED `artifact_missing`,
+        `artifact_unreadable`."""
         try:
+            if model.is_dir():
+                return self._inspect_folder(model)
             parts = [self._inspect_file(path) for path in parts_of(model)]
         except FileNotFoundError as error:
             raise RuntimeFault(Failure.MODEL_LOAD_FAILED, "artifact_missing", str(error).encode()) from error
@@ -57,7 +71,24 @@ class Artifacts:
         if len(parts) == 1:
             return parts[0]
         together = hashlib.sha256("".join(part.sha256 for part in parts).encode())
-        return Artifact(together.hexdigest(), sum(part.size_bytes for part in parts))
+        return Artifact(together.hexdigest(), _size(parts))
+
+    def inspect_pinned(self, model: Path, sha256: str | None) -> Artifact:
+        """The same. Raises RuntimeFault (ARTIFACT_CORRUPT `sha256_mismatch`) too, when another hash was pinned."""
+        artifact = self.inspect(model)
+        if sha256 not in (None, artifact.sha256):
+            raise RuntimeFault(Failure.ARTIFACT_CORRUPT, "sha256_mismatch", artifact.sha256.encode())
+        return artifact
+
+    def _inspect_folder(self, folder: Path) -> Artifact:
+        """Weights, configuration and tokenizer, whatever they are called. Raises OSError."""
+        paths = sorted(_files(folder))
+        if not paths:
+            raise FileNotFoundError(f"no file of a model in {folder}")
+        parts = [self._inspect_file(path) for path in paths]
+        names = (path.relative_to(folder).as_posix() for path in paths)
+        lines = (f"{part.sha256} {name}\n" for part, name in zip(parts, names, strict=True))
+        return Artifact(hashlib.sha256("".join(lines).encode(errors="surrogateescape")).hexdigest(), _size(parts))
 
     def _inspect_file(self, path: Path) -> Artifact:
         # Not to be held up by a pipe that nobody writes to.
@@ -69,6 +100,8 @@ class Artifacts:
                     known = hashlib.file_digest(file, "sha256").hexdigest()
                     # Only of a file that stood still while it was read may the hash be kept.
                     if _version(file.fileno()) == version:
+                        if len(self._hashes) >= MAX_KNOWN_FILES:
+                            self._hashes.pop(next(iter(self._hashes)))
                         self._hashes[version] = known
         return Artifact(known, version.size_bytes)
 
@@ -81,6 +114,27 @@ def parts_of(model: Path) -> tuple[Path, ...]:
     parts = int(match["parts"])
     names = (f"{match['stem']}-{part:05d}-of-{match['parts']}{match['suffix']}" for part in range(1, parts + 1))
     return tuple(model.with_name(name) for name in names)
+
+
+def _size(parts: Sequence[Artifact]) -> int:
+    return sum(part.size_bytes for part in parts)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Every file below a folder that may shape its model. Links to files are followed, hidden names are passed over."""
+    found = 0
+    for parent, folders, names in os.walk(folder, onerror=_raise):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in names:
+            if not name.startswith(".") and not name.lower().endswith(_PROSE):
+                found += 1
+                if found > MAX_FILES:
+                    raise OSError(f"more than {MAX_FILES} files in {folder}")
+                yield Path(parent, name)
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _version(descriptor: int) -> _Version:

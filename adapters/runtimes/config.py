@@ -13,10 +13,24 @@ from pydantic import Field, field_validator, model_validator
 
 from gpuledger.domain.units import Sha256Hex
 
+from .command_config import CommandConfig, SleepPaths
+from .metrics import MetricsMapping
 from .options import BASE_FOLDER, Positive, RuntimeOptions, Task, resolve
 from .reference_config import ReferenceConfig, ReferenceFaults
+from .vllm_config import VllmConfig
 
-__all__ = ["BASE_FOLDER", "LlamaCppConfig", "ReferenceConfig", "ReferenceFaults", "RuntimeConfig", "Task"]
+__all__ = [
+    "BASE_FOLDER",
+    "CommandConfig",
+    "LlamaCppConfig",
+    "MetricsMapping",
+    "ReferenceConfig",
+    "ReferenceFaults",
+    "RuntimeConfig",
+    "SleepPaths",
+    "Task",
+    "VllmConfig",
+]
 
 CacheType: TypeAlias = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
 
@@ -31,6 +45,9 @@ class LlamaCppConfig(RuntimeOptions):
     type: Literal["llama_cpp"]
     model: Path = Field(description="A GGUF file; of a split one the first part.")
     sha256: Sha256Hex | None = Field(default=None, description="What the model's SHA-256 must be; any when absent.")
+    projector: Path | None = Field(
+        default=None, description="The GGUF file (mmproj) by which the model sees; needed for `max_images`."
+    )
     server: Path | None = Field(default=None, description="The llama-server to run; searched for when absent.")
     ubatch_size: Positive | None = Field(default=None, description="Tokens computed at once; batch_size when absent.")
     threads: Positive = Field(default=2, le=1024, description="llama.cpp spins: no more than there are idle cores.")
@@ -43,7 +60,7 @@ class LlamaCppConfig(RuntimeOptions):
     cache_type_v: CacheType = "f16"
     pooling: Literal["mean", "cls", "last"] | None = Field(default=None, description="The model's own when absent.")
 
-    _paths = field_validator("model", "server", mode="before")(resolve)
+    _paths = field_validator("model", "projector", "server", mode="before")(resolve)
 
     @property
     def micro_batch(self) -> int:
@@ -57,9 +74,21 @@ class LlamaCppConfig(RuntimeOptions):
             raise ValueError(
                 "ubatch_size: an embedding is computed in one piece, so it must not be less than context_length"
             )
+        if self.task is Task.RERANK and self.micro_batch < self.context_length:
+            raise ValueError("ubatch_size: a text is ranked in one piece, so it must not be less than context_length")
         if self.pooling is not None and self.task is not Task.EMBEDDING:
             raise ValueError("pooling: only a deployment that serves embeddings has it")
         return self
 
+    @model_validator(mode="after")
+    def _can_do_its_task(self) -> Self:
+        if self.task is Task.TRANSCRIPTION:
+            raise ValueError("task: llama.cpp is started here for text and images: use a runtime of type command")
+        if (self.projector is None) != (self.max_images == 0):
+            raise ValueError("projector: goes with max_images, and max_images with it")
+        return self
 
-RuntimeConfig: TypeAlias = Annotated[LlamaCppConfig | ReferenceConfig, Field(discriminator="type")]
+
+RuntimeConfig: TypeAlias = Annotated[
+    LlamaCppConfig | VllmConfig | CommandConfig | ReferenceConfig, Field(discriminator="type")
+]

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-from collections.abc import Mapping, Sequence
-from typing import Protocol, TypeAlias
+from collections.abc import Mapping
+from typing import Final, Protocol
 
+from gpuledger.adapters.complaints import out_of_memory
 from gpuledger.domain.failures import Failure
 from gpuledger.domain.ports import RuntimeFacts, RuntimeFault, RuntimeFigures
 from gpuledger.domain.state import Kind
 
+from . import metrics as pages
+from .options import Json
 from .process import Command
 
-Json: TypeAlias = str | int | bool | Sequence["Json"] | Mapping[str, "Json"] | None
+__all__ = ["OUT_OF_MEMORY", "Engine", "Json", "config_hash", "fault_of", "gauge"]
+
+OUT_OF_MEMORY: Final = "out_of_memory"
+#: Of the last output, that is hashed as evidence.
+EVIDENCE_BYTES: Final = 4096
 
 
 class Engine(Protocol):
@@ -43,7 +49,10 @@ class Engine(Protocol):
         ...
 
     def complaint(self, output: bytes) -> tuple[Failure, str] | None:
-        """Class and detail of a failed load, where the last output says more than the exit status."""
+        """Class and detail of a failed load, where the last output says more than the exit status.
+
+        Of memory every runtime complains in the same words; those are looked for before this is asked.
+        """
         ...
 
 
@@ -53,19 +62,20 @@ def config_hash(shape: Mapping[str, Json]) -> str:
 
 
 def gauge(metrics: str, name: str) -> int | None:
-    """A gauge without labels in a Prometheus text, as an integer; None when it is missing.
+    """A gauge of a Prometheus text, as an integer; None when it is missing.
 
     >>> gauge("# TYPE a gauge\\na 2.0\\n", "a")
     2
     """
-    match = re.search(rf"^{re.escape(name)} (\S+)\s*$", metrics, re.MULTILINE)
-    try:
-        return None if match is None else int(float(match[1]))
-    except (ValueError, OverflowError):
-        return None
+    return pages.count(metrics, (name,))
 
 
 def fault_of(engine: Engine, failure: Failure, detail: str, output: bytes) -> RuntimeFault:
-    """A fault in the words of the runtime where it said any, with its last output as evidence."""
-    found = engine.complaint(output)
-    return RuntimeFault(*(found or (failure, detail)), output)
+    """A fault in the words of the runtime where it said any, with its last output as evidence.
+
+    What it said of its load explains a load that failed, and no crash hours later.
+    """
+    found = (Failure.GPU_OOM, OUT_OF_MEMORY) if out_of_memory(output) else None
+    if found is None and failure is not Failure.RUNTIME_CRASH:
+        found = engine.complaint(output)
+    return RuntimeFault(*(found or (failure, detail)), output[-EVIDENCE_BYTES:])

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,8 +18,10 @@ from gpuledger.domain.state import Kind
 from . import llama_server
 from .artifacts import Artifacts
 from .config import LlamaCppConfig, Task
-from .engine import Json, config_hash, gauge
+from .engine import Json, config_hash
+from .metrics import count, ratio_bp
 from .process import LOOPBACK, Command
+from .programs import Versions
 
 PACKAGE: Final = "xllamacpp"
 NO_SERVER: Final = "no_llama_server"
@@ -43,7 +43,6 @@ SETTINGS: Final = {
 }
 
 _COMPLAINTS: Final = (
-    (re.compile(rb"out of memory|failed to allocate|unable to allocate|bad_alloc"), Failure.GPU_OOM, "out_of_memory"),
     (re.compile(rb"corrupted or incomplete|invalid magic"), Failure.MODEL_LOAD_FAILED, "model_corrupt"),
     (re.compile(rb"unknown model architecture"), Failure.MODEL_LOAD_FAILED, "model_not_supported"),
     (re.compile(rb"invalid device"), Failure.MODEL_LOAD_FAILED, "device_missing"),
@@ -59,16 +58,6 @@ class _Program:
     version: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Build:
-    """Which content an executable has, as far as the file system tells."""
-
-    path: str
-    inode: int
-    size_bytes: int
-    mtime_ns: int
-
-
 class LlamaCpp:
     """`environment`: what the server will inherit; it is searched and asked for its version with the same."""
 
@@ -76,7 +65,7 @@ class LlamaCpp:
         self._config = config
         self._artifacts = artifacts
         self._environment = environment
-        self._versions: dict[_Build, str] = {}
+        self._versions = Versions()
 
     @property
     def kinds(self) -> frozenset[Kind]:
@@ -88,9 +77,7 @@ class LlamaCpp:
         return ("is too large to process",)
 
     def facts(self) -> RuntimeFacts:
-        artifact = self._artifacts.inspect(self._config.model)
-        if self._config.sha256 not in (None, artifact.sha256):
-            raise RuntimeFault(Failure.ARTIFACT_CORRUPT, "sha256_mismatch", artifact.sha256.encode())
+        artifact = self._artifacts.inspect_pinned(self._config.model, self._config.sha256)
         version = self._find_program().version
         shape: dict[str, Json] = {
             "type": self._config.type,
@@ -100,16 +87,23 @@ class LlamaCpp:
             "settings": SETTINGS,
             "max_inputs": self._config.max_inputs,
         }
+        if self._config.projector is not None:
+            shape["projector_sha256"] = self._artifacts.inspect(self._config.projector).sha256
+            shape["max_images"] = self._config.max_images
         return RuntimeFacts("llama_cpp", version, config_hash(shape), artifact.sha256, artifact.size_bytes)
 
     def command(self, port: int, api_key: str) -> Command:
         place = ("--model", str(self._config.model.absolute()), "--host", LOOPBACK, "--port", str(port))
-        argv = (*self._find_program().argv, *place, *self._options())
+        projector = () if self._config.projector is None else ("--mmproj", str(self._config.projector.absolute()))
+        argv = (*self._find_program().argv, *place, *projector, *self._options())
         return Command(argv, {**SETTINGS, "LLAMA_API_KEY": api_key})
 
     def figures(self, metrics: str) -> RuntimeFigures:
+        """Newer servers do not say how full their cache is."""
         return RuntimeFigures(
-            gauge(metrics, "llamacpp:requests_processing"), gauge(metrics, "llamacpp:requests_deferred")
+            count(metrics, ("llamacpp:requests_processing",)),
+            count(metrics, ("llamacpp:requests_deferred",)),
+            ratio_bp(metrics, ("llamacpp:kv_cache_usage_ratio",)),
         )
 
     def complaint(self, output: bytes) -> tuple[Failure, str] | None:
@@ -136,6 +130,7 @@ class LlamaCpp:
         options += ["--flash-attn", config.flash_attention, "--device", device, "--metrics"]
         options += [] if config.mmap else ["--no-mmap"]
         options += ["--embeddings"] if config.task is Task.EMBEDDING else []
+        options += ["--reranking"] if config.task is Task.RERANK else []
         options += ["--pooling", config.pooling] if config.pooling is not None else []
         return tuple(options)
 
@@ -153,21 +148,10 @@ class LlamaCpp:
         return _Program((sys.executable, "-I", llama_server.__file__), f"{PACKAGE}-{version}")
 
     def _version_of(self, server: str) -> str:
-        """What this build of it calls itself; each build is asked once."""
-        try:
-            facts = os.stat(server)
-            build = _Build(server, facts.st_ino, facts.st_size, facts.st_mtime_ns)
-            if build not in self._versions:
-                self._versions[build] = _ask_version(server, {**self._environment, "CUDA_VISIBLE_DEVICES": ""})
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise RuntimeFault(Failure.MODEL_LOAD_FAILED, NO_SERVER, str(error).encode()) from error
-        return self._versions[build]
+        return self._versions.ask((server, "--version"), self._environment, _read_version, NO_SERVER)
 
 
-def _ask_version(server: str, environment: Mapping[str, str]) -> str:
+def _read_version(output: bytes, errors: bytes) -> str | None:
     """`llama-server --version` says `version: 7000 (0123abc)` among lines about its devices."""
-    said = subprocess.run((server, "--version"), capture_output=True, timeout=60, env=environment, check=False)
-    match = re.search(rb"version: (\S+) \(([0-9a-z]+)\)", said.stdout + said.stderr)
-    if match is None:
-        raise RuntimeFault(Failure.MODEL_LOAD_FAILED, NO_SERVER, said.stderr[-4096:])
-    return f"llama-server-{match[1].decode()}-{match[2].decode()}"
+    match = re.search(rb"version: (\S+) \(([0-9a-z]+)\)", output + errors)
+    return None if match is None else f"llama-server-{match[1].decode()}-{match[2].decode()}"

@@ -53,6 +53,10 @@ class Facade:
         modes = self._module.llama_load_mode
         params.load_mode = modes.LLAMA_LOAD_MODE_NONE if options.no_mmap else modes.LLAMA_LOAD_MODE_MMAP
         params.n_gpu_layers = options.n_gpu_layers
+        if options.mmproj is not None:
+            params.mmproj.path = options.mmproj
+            # What sees runs where the layers run, and nowhere else.
+            params.mmproj_use_gpu = options.n_gpu_layers > 0
         params.sampling.seed = options.seed
         params.cpuparams.n_threads = options.threads
         params.cpuparams_batch.n_threads = options.threads_batch
@@ -68,7 +72,10 @@ class Facade:
         params.flash_attn_type = self._member("llama_flash_attn_type", "LLAMA_FLASH_ATTN_TYPE", flash)
         if options.embeddings:
             params.embedding = True
-        if options.pooling is not None:
+        if options.reranking:
+            params.embedding = True
+            params.pooling_type = self._member("llama_pooling_type", "LLAMA_POOLING_TYPE", "rank")
+        elif options.pooling is not None:
             params.pooling_type = self._member("llama_pooling_type", "LLAMA_POOLING_TYPE", options.pooling)
         # What llama-server is told by its environment.
         params.cache_ram_mib = int(os.environ.get(_ENVIRONMENT + "CACHE_RAM", "0"))
@@ -96,7 +103,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     for name in ("cache-type-k", "cache-type-v", "flash-attn", "device"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--pooling")
-    for flag in ("no-mmap", "metrics", "embeddings"):
+    parser.add_argument("--mmproj")
+    for flag in ("no-mmap", "metrics", "embeddings", "reranking"):
         parser.add_argument(f"--{flag}", action="store_true")
     return parser.parse_args(arguments)
 

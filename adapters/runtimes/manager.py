@@ -11,9 +11,10 @@ import hashlib
 import os
 import re
 import secrets
-from collections.abc import Mapping
+import signal
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, assert_never
 
@@ -21,19 +22,22 @@ import httpx
 import structlog
 
 from gpuledger.adapters import procfs
+from gpuledger.adapters.complaints import out_of_memory
 from gpuledger.domain.failures import Failure
 from gpuledger.domain.ports import Endpoint, ProcessIdentity, RuntimeFacts, RuntimeFault, RuntimeFigures
 from gpuledger.domain.state import Kind
-from gpuledger.domain.units import MIB
+from gpuledger.domain.units import KIB, MIB
 
-from . import checks
+from . import checks, sleeping
 from .artifacts import Artifacts
-from .config import LlamaCppConfig, ReferenceConfig, RuntimeConfig
-from .engine import Engine, fault_of
+from .command import CommandServer
+from .config import CommandConfig, LlamaCppConfig, ReferenceConfig, RuntimeConfig, VllmConfig
+from .engine import EVIDENCE_BYTES, OUT_OF_MEMORY, Engine, fault_of
 from .llama_cpp import LlamaCpp
 from .output import BoundedLog
 from .process import AT_ONCE, LOOPBACK, POLITE, Child, Command, PortReservation, Spawner, end_tree
 from .reference import Reference
+from .vllm import Vllm
 
 _log = structlog.get_logger(__name__)
 
@@ -43,9 +47,13 @@ INHERITED: Final = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRAR
 MARK: Final = "GPULEDGER_RESIDENT"
 #: Which scheduler started it. While that one lives its processes are no orphans, whatever a (copied) ledger says.
 SCHEDULER_MARK: Final = "GPULEDGER_SCHEDULER"
+#: The detail of an end by SIGKILL that was not ours: perhaps the kernel's, for want of memory. The device tells.
+KILLED: Final = "killed"
+#: Of the last output, that is searched for a complaint: a traceback of vLLM's is long, and its cause stands before it.
+COMPLAINT_BYTES: Final = 64 * KIB
 _CRASH_SHOWS_SECONDS: Final = 1.0
-#: The id of an accelerator is the UUID that NVML gives it, where it is a GPU.
-_CUDA_DEVICE: Final = re.compile(r"(?:GPU|MIG)-[A-Za-z0-9/-]+")
+#: The id of an accelerator is the UUID that the driver gives it, whatever its form, unless it is a host's memory.
+_HOST: Final = "host:"
 
 
 @dataclass(slots=True)
@@ -59,8 +67,13 @@ class _Resident:
     endpoint: Endpoint
     ready: bool = False
     stopping: bool = False
+    #: None while nobody knows: it was told, and did not do or say it.
+    asleep: bool | None = False
     load: asyncio.Task[RuntimeFault | None] | None = None
     stop: asyncio.Task[None] | None = None
+    #: Sleeps and wakes, one after the other, in the order in which they were asked for.
+    turns: set[asyncio.Task[RuntimeFault | None]] = field(default_factory=set[asyncio.Task["RuntimeFault | None"]])
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def note_stop(self) -> None:
         """From now on its end is what was asked for, unless it has ended already."""
@@ -68,11 +81,13 @@ class _Resident:
 
     async def exit_fault(self) -> RuntimeFault:
         """How its process, which has ended, ended."""
-        output = await self.child.last_words()
+        output = await self.child.last_words(COMPLAINT_BYTES)
         failure = Failure.RUNTIME_CRASH if self.ready else Failure.MODEL_LOAD_FAILED
         if self.stopping:
-            return RuntimeFault(failure, "stopped", output)
-        return fault_of(self.engine, failure, str(self.child.exit_status), output)
+            return RuntimeFault(failure, "stopped", output[-EVIDENCE_BYTES:])
+        status = self.child.exit_status
+        killed = status is not None and status.signal == signal.SIGKILL
+        return fault_of(self.engine, failure, KILLED if killed else str(status), output)
 
 
 class RuntimeManager:
@@ -91,10 +106,10 @@ class RuntimeManager:
         self._folder = state_folder / "runtimes"
         source = os.environ if environment is None else environment
         self._inherited = {name: source[name] for name in INHERITED if name in source}
-        artifacts = Artifacts()
-        self._engines = {name: _engine(config, artifacts, self._inherited) for name, config in self._configs.items()}
+        make = _EngineMaker(Artifacts(), self._inherited, source)
+        self._engines = {name: make(config) for name, config in self._configs.items()}
         self._log_limit_bytes = log_limit_bytes
-        self._known_hashes: dict[str, str] = {}
+        self._known_facts: dict[str, RuntimeFacts] = {}
         self._spawner = Spawner()
         self._residents: dict[str, _Resident] = {}
         self._spawning: dict[str, asyncio.Task[_Resident]] = {}
@@ -103,7 +118,7 @@ class RuntimeManager:
     def facts(self, deployment_id: str) -> RuntimeFacts:
         """Raises RuntimeFault (ARTIFACT_CORRUPT, MODEL_LOAD_FAILED), KeyError for an unknown deployment. Blocking."""
         facts = self._engines[deployment_id].facts()
-        self._known_hashes[deployment_id] = facts.config_hash
+        self._known_facts[deployment_id] = facts
         return facts
 
     async def spawn(self, resident_id: str, deployment_id: str, accelerator_id: str) -> ProcessIdentity:
@@ -140,16 +155,16 @@ class RuntimeManager:
         resident = self._residents.get(resident_id)
         if resident is None or not resident.ready:
             return None
-        text = await checks.metrics(self._client(), resident.endpoint)
+        text = await checks.metrics(self._client(), resident.endpoint, resident.config.manners.metrics_path)
         return None if text is None else resident.engine.figures(text)
 
     async def sleep(self, resident_id: str) -> None:
-        """Raises RuntimeFault: no runtime here can sleep yet; KeyError for an unknown resident."""
-        raise RuntimeFault(Failure.HEALTHCHECK_FAILED, "cannot_sleep", self._residents[resident_id].child.log.tail())
+        """Raises RuntimeFault (`cannot_sleep`, `not_ready`, TIMEOUT `sleep_timeout`), KeyError as `endpoint` does."""
+        await self._take_turn(self._residents[resident_id], asleep=True)
 
     async def wake(self, resident_id: str) -> None:
-        """Raises as `sleep` does."""
-        raise RuntimeFault(Failure.HEALTHCHECK_FAILED, "cannot_wake", self._residents[resident_id].child.log.tail())
+        """Raises RuntimeFault (`cannot_sleep`, `not_ready`, TIMEOUT `wake_timeout`), KeyError as `endpoint` does."""
+        await self._take_turn(self._residents[resident_id], asleep=False)
 
     async def exited(self, resident_id: str) -> RuntimeFault:
         """Raises KeyError for an unknown resident. Of one that `stop` ended the detail is `stopped`."""
@@ -226,21 +241,26 @@ class RuntimeManager:
         with ExitStack() as undo:
             port = undo.enter_context(closing(PortReservation()))
             log = undo.enter_context(closing(self._log(deployment_id, accelerator_id)))
-            endpoint = Endpoint(f"http://{LOOPBACK}:{port.port}", secrets.token_urlsafe(32), engine.blames_request)
+            base_url, key = f"http://{LOOPBACK}:{port.port}", secrets.token_urlsafe(32)
+            endpoint = Endpoint(base_url, key, engine.blames_request, config.manners.paths)
             command = engine.command(port.port, endpoint.api_key)
             # The one device that it may see, which it then calls CUDA0; on a host none.
             device = accelerator_id if _kind(accelerator_id) is Kind.GPU else ""
             own = {"CUDA_VISIBLE_DEVICES": device, MARK: resident_id, SCHEDULER_MARK: _written(_ourselves())}
-            command = Command(command.argv, {**self._inherited, **own, **command.environment})
+            command = Command(command.argv, {**self._inherited, **command.environment, **own})
             child = await self._spawner.spawn(command, self._folder, log)
             undo.pop_all()
         return _Resident(engine, config, child, port, endpoint)
 
     def _confirm_unchanged(self, deployment_id: str) -> None:
         """What is started must be what its envelope was measured for (semantics.md 3)."""
-        now = self._engines[deployment_id].facts().config_hash
-        if self._known_hashes.setdefault(deployment_id, now) != now:
-            raise RuntimeFault(Failure.ARTIFACT_CORRUPT, "changed_since_registered", now.encode())
+        now = self._engines[deployment_id].facts()
+        known = self._known_facts.setdefault(deployment_id, now)
+        if known.config_hash != now.config_hash:
+            # Of a server the version may have changed, or what shapes memory beside its model.
+            same_model = known.artifact_sha256 is not None and known.artifact_sha256 == now.artifact_sha256
+            detail = "runtime_changed" if same_model else "changed_since_registered"
+            raise RuntimeFault(Failure.ARTIFACT_CORRUPT, detail, now.config_hash.encode())
 
     def _log(self, deployment_id: str, accelerator_id: str) -> BoundedLog:
         """One for each pair, so that their number is bounded too. Ids may hold slashes, the name holds none."""
@@ -251,41 +271,93 @@ class RuntimeManager:
     async def _load(self, resident: _Resident) -> RuntimeFault | None:
         """The fault as a value: nobody may be there to catch it."""
         resident.child.open_gate()
+        fault = await self._within(resident, "load_timeout", self._until_serving)
+        resident.ready = fault is None
+        return fault
+
+    async def _within(
+        self, resident: _Resident, timeout_detail: str, work: Callable[[_Resident], Coroutine[Any, Any, None]]
+    ) -> RuntimeFault | None:
+        """Do it in the time of a load, while its process lives. The fault as a value."""
         try:
             async with asyncio.timeout(resident.config.load_timeout_seconds):
-                await self._until_serving(resident)
+                await self._or_ended(resident, work(resident))
         except TimeoutError:
-            return RuntimeFault(Failure.TIMEOUT, "load_timeout", resident.child.log.tail())
+            # It may have said why, and hang all the same.
+            return fault_of(resident.engine, Failure.TIMEOUT, timeout_detail, resident.child.log.tail(COMPLAINT_BYTES))
         except RuntimeFault as fault:
+            # A server that answers is not always one that could.
+            if fault.failure is Failure.HEALTHCHECK_FAILED and out_of_memory(fault.evidence):
+                return RuntimeFault(Failure.GPU_OOM, OUT_OF_MEMORY, fault.evidence)
             return fault
-        resident.ready = True
         return None
 
-    async def _until_serving(self, resident: _Resident) -> None:
-        """Ready and checked, or ended: whichever comes first. Raises RuntimeFault."""
-        checked = asyncio.create_task(self._check(resident))
+    async def _or_ended(self, resident: _Resident, work: Coroutine[Any, Any, None]) -> None:
+        """Done, or its process ended: whichever comes first. Raises RuntimeFault."""
+        done = asyncio.create_task(work)
         ended = asyncio.create_task(resident.child.wait())
         try:
-            await asyncio.wait((checked, ended), return_when=asyncio.FIRST_COMPLETED)
-            if checked.done() and _lost_connection(checked.exception()):
+            await asyncio.wait((done, ended), return_when=asyncio.FIRST_COMPLETED)
+            if done.done() and _lost_connection(done.exception()):
                 # A crash closes the connection before it ends the process; it is the better explanation.
                 await asyncio.wait((ended,), timeout=_CRASH_SHOWS_SECONDS)
             if ended.done():
                 raise await resident.exit_fault()
-            await checked
+            await done
         finally:
             ended.cancel()
-            checked.cancel()
-            await asyncio.gather(checked, ended, return_exceptions=True)
+            done.cancel()
+            await asyncio.gather(done, ended, return_exceptions=True)
+
+    async def _until_serving(self, resident: _Resident) -> None:
+        await checks.until_ready(self._client(), resident.endpoint, resident.config.manners.ready_path)
+        await self._check(resident)
 
     async def _check(self, resident: _Resident) -> None:
-        await checks.until_ready(self._client(), resident.endpoint)
-        await checks.check(self._client(), resident.endpoint, resident.config)
+        manners = resident.config.manners
+        probe = checks.Probe(manners.check_path, manners.check_fields)
+        await checks.check(self._client(), resident.endpoint, resident.config, probe)
+
+    async def _take_turn(self, resident: _Resident, *, asleep: bool) -> None:
+        """Sleep or wake. Shielded: what a runtime was told goes on, whoever asked for it."""
+        turn = asyncio.create_task(self._turn(resident, asleep))
+        resident.turns.add(turn)
+        turn.add_done_callback(resident.turns.discard)
+        fault = await asyncio.shield(turn)
+        if fault is not None:
+            raise fault
+
+    async def _turn(self, resident: _Resident, asleep: bool) -> RuntimeFault | None:
+        async with resident.turn:
+            if resident.config.manners.sleep is None:
+                return RuntimeFault(Failure.HEALTHCHECK_FAILED, "cannot_sleep")
+            if not resident.ready:
+                return RuntimeFault(Failure.HEALTHCHECK_FAILED, "not_ready")
+            if resident.asleep is asleep:
+                return None
+            resident.asleep = None
+            if asleep:
+                fault = await self._within(resident, "sleep_timeout", self._put_to_sleep)
+            else:
+                fault = await self._within(resident, "wake_timeout", self._wake_up)
+            resident.asleep = asleep if fault is None else None
+            return fault
+
+    async def _put_to_sleep(self, resident: _Resident) -> None:
+        assert resident.config.manners.sleep is not None
+        await sleeping.put_to_sleep(self._client(), resident.endpoint, resident.config.manners.sleep)
+
+    async def _wake_up(self, resident: _Resident) -> None:
+        assert resident.config.manners.sleep is not None
+        await sleeping.wake_up(self._client(), resident.endpoint, resident.config.manners.sleep)
+        await self._check(resident)
 
     async def _stop(self, resident_id: str, resident: _Resident, grace_seconds: int) -> None:
         await resident.child.end(POLITE, grace_seconds)
         if resident.load is not None:
             await resident.load
+        if resident.turns:
+            await asyncio.wait(resident.turns)
         resident.port.close()
         self._residents.pop(resident_id, None)
 
@@ -295,18 +367,30 @@ class RuntimeManager:
         return self._http
 
 
-def _engine(config: RuntimeConfig, artifacts: Artifacts, environment: Mapping[str, str]) -> Engine:
-    match config:
-        case LlamaCppConfig():
-            return LlamaCpp(config, artifacts, environment)
-        case ReferenceConfig():
-            return Reference(config)
-        case _:
-            assert_never(config)
+@dataclass(frozen=True, slots=True)
+class _EngineMaker:
+    """What engines share. `source`: the whole environment, of which a configuration may name variables."""
+
+    artifacts: Artifacts
+    inherited: Mapping[str, str]
+    source: Mapping[str, str]
+
+    def __call__(self, config: RuntimeConfig) -> Engine:
+        match config:
+            case LlamaCppConfig():
+                return LlamaCpp(config, self.artifacts, self.inherited)
+            case VllmConfig():
+                return Vllm(config, self.artifacts, self.inherited, self.source)
+            case CommandConfig():
+                return CommandServer(config, self.artifacts, self.inherited, self.source)
+            case ReferenceConfig():
+                return Reference(config)
+            case _:
+                assert_never(config)
 
 
 def _kind(accelerator_id: str) -> Kind:
-    return Kind.GPU if _CUDA_DEVICE.fullmatch(accelerator_id) else Kind.HOST
+    return Kind.HOST if accelerator_id.startswith(_HOST) else Kind.GPU
 
 
 def _look_at(task: asyncio.Task[Any]) -> None:

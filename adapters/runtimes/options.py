@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Final, Self, TypeAlias, cast
@@ -15,10 +16,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from gpuledger.adapters.paths import written_path
 from gpuledger.domain.units import GIB, MIB
 
+Json: TypeAlias = str | int | bool | Sequence["Json"] | Mapping[str, "Json"] | None
+
 #: Context key of `model_validate`: the folder that relative paths are relative to.
 BASE_FOLDER: Final = "base_folder"
 
 Positive: TypeAlias = Annotated[int, Field(ge=1, le=2**31 - 1)]
+#: A path of a server of ours, with a query where need be: what follows the port in a URL.
+UrlPath: TypeAlias = Annotated[str, Field(pattern=r"^/[A-Za-z0-9/._~!$&'()*+,;=:@%?-]*$", max_length=500)]
 #: Of what is wrong with a schema: its words may quote the whole of it.
 _SHOWN_CHARACTERS: Final = 200
 
@@ -30,6 +35,41 @@ class Task(StrEnum):
     CHAT = "chat"
     TRANSCRIPTION = "transcription"
     RERANK = "rerank"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A POST to a runtime, with a JSON document where it takes one."""
+
+    path: str
+    document: Mapping[str, Json] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SleepCalls:
+    """What makes a runtime give its memory back and take it again, one call after the other.
+
+    `state_path`: where it says `{"is_sleeping": true}`; None where its answers to the calls are all it says.
+    """
+
+    sleep: tuple[Call, ...]
+    wake: tuple[Call, ...]
+    state_path: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Manners:
+    """How a runtime is spoken to, where that differs from one to the next.
+
+    `paths`: by operation, where it is not OpenAI's. `check_path` and `check_fields`: of the functional check.
+    """
+
+    ready_path: str = "/health"
+    metrics_path: str = "/metrics"
+    paths: Mapping[str, str] = field(default_factory=dict[str, str])
+    check_path: str | None = None
+    check_fields: Mapping[str, Json] = field(default_factory=dict[str, Json])
+    sleep: SleepCalls | None = None
 
 
 def resolve(path: object, info: ValidationInfo) -> object:
@@ -66,9 +106,14 @@ class RuntimeOptions(BaseModel):
     )
 
     @property
+    def manners(self) -> Manners:
+        """How it is spoken to."""
+        return Manners()
+
+    @property
     def sleeps(self) -> bool:
         """Whether it can give its memory back and keep its process."""
-        return False
+        return self.manners.sleep is not None
 
     @field_validator("check_schema")
     @classmethod

@@ -103,10 +103,10 @@ class Child:
         """Wait until it ends. What it started may go on; `end` ends that too."""
         return await asyncio.shield(self._exit)
 
-    async def last_words(self) -> bytes:
+    async def last_words(self, count_bytes: int = 4096) -> bytes:
         """The end of its output, once it has ended; the pump gets a moment to read it all."""
         await asyncio.to_thread(self._pump.join, LAST_WORDS_SECONDS)
-        return self.log.tail()
+        return self.log.tail(count_bytes)
 
     def open_gate(self) -> None:
         """Let the held process become the runtime. Once is enough, and a process that has ended does not mind."""

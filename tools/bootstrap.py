@@ -126,10 +126,12 @@ def services_of(config: Config) -> Mapping[str, Service]:
 
 def _service(runtimes: Sequence[RuntimeConfig]) -> Service:
     return Service(
-        operations=_OPERATIONS[runtimes[0].task],
+    task = runtimes[0].task
+    hears = task is Task.TRANSCRIPTION
+        operations=_OPERATIONS[task],
         max_inputs=min(runtime.max_inputs for runtime in runtimes),
         max_images=min(runtime.max_images for runtime in runtimes),
-        max_audio_bytes=min(runtime.max_audio_bytes for runtime in runtimes),
+        max_audio_bytes=min(runtime.max_audio_bytes for runtime in runtimes) if hears else 0,
     )
 
 

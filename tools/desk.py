@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
 from gpuledger.adapters.http.ports import (
+    STRAIGHT,
     Cause,
     Condition,
     Ending,
     Granted,
     Lost,
     Outcome,
+    Passage,
     PlanFacts,
     Question,
     Refused,
@@ -27,6 +29,7 @@ from gpuledger.adapters.http.ports import (
     Unavailable,
 )
 from gpuledger.domain.accounting import is_fresh
+from gpuledger.domain.estimates import estimated_wait_ms, place_of
 from gpuledger.domain.events import (
     LeaseGranted,
     LeasePreempted,
@@ -35,12 +38,17 @@ from gpuledger.domain.events import (
     RequestCancelled,
     RequestCompleted,
     RequestFailed,
+    RequestFellBack,
+    RequestQueued,
     RequestReceived,
+    RequestRetried,
     StreamKind,
     stream_name,
 )
+from gpuledger.domain.failures import Failure
 from gpuledger.domain.messages import (
     Agenda,
+    AnswerCutOff,
     ClientGone,
     Forward,
     RequestArrived,
@@ -69,7 +77,10 @@ class Binding:
 
 @dataclass(slots=True)
 class _Held:
-    """A request that somebody waits for, until the ledger has seen its end."""
+    """A request that somebody waits for, until the ledger has seen its end.
+
+    `over_lease_id`: the lease that its work ended under, while what becomes of it is not recorded.
+    """
 
     question: Question
     requested_at: int
@@ -77,6 +88,8 @@ class _Held:
     plan: PlanFacts | None = None
     start: str = ""
     granted: Granted | None = None
+    over_lease_id: str | None = None
+    passage: Passage = STRAIGHT
 
 
 @dataclass(slots=True)
@@ -132,28 +145,26 @@ class RequestDesk:
             self._give_up(request_id)
             raise
 
-    def end(self, request_id: str, ending: Ending) -> None:
+    def end(self, request_id: str, ending: Ending) -> asyncio.Future[Outcome] | None:
         held = self._held.get(request_id)
         if held is None:
-            return  # the ledger has seen its end already
-        if held.granted is None:
-            self._give_up(request_id)  # it has lost its lease, and waits in the queue again
-            return
-        del self._held[request_id]
-        self._leaving.add(request_id)
-        self._engine.tell(
-            WorkEnded(
-                request_id=request_id,
-                status=ending.status,
-                served_ms=ending.served_ms,
-                response_bytes=ending.response_bytes,
-                prompt_tokens=ending.prompt_tokens,
-                completion_tokens=ending.completion_tokens,
-                failure=ending.failure,
-                detail=ending.detail,
-                client_gone=ending.client_gone,
-            )
-        )
+            return None  # the ledger has seen its end already
+        lease_id = None if held.granted is None else held.granted.lease_id
+        # Nothing can be granted while the ledger cannot be written: then it ends here, as it is.
+        unsent = ending.unsent and lease_id is not None and self._engine.trouble is None
+        if unsent:
+            held.over_lease_id, held.granted = lease_id, None
+            held.outcome = asyncio.get_running_loop().create_future()
+        else:
+            del self._held[request_id]
+            self._leaving.add(request_id)
+        self._engine.tell(_work_ended(request_id, lease_id, ending, unsent))
+        return held.outcome if unsent else None
+
+    def cut_off(self, request_id: str, lost: Lost) -> None:
+        if self._held.pop(request_id, None) is not None:
+            self._leaving.add(request_id)
+            self._engine.tell(AnswerCutOff(request_id, lost.reason, lost.failure, lost.detail))
 
     def conditions(self) -> tuple[Condition, ...]:
         trouble = self._engine.trouble
@@ -248,7 +259,11 @@ class RequestDesk:
                     if (held := self._held.get(request_id)) is not None:
                         held.start = start.value
                 case LeasePreempted(request_id=request_id, requeued=True):
-                    self._requeued(request_id)
+                    self._put_back(request_id, Reason.PREEMPTED, None, "preempted")
+                case RequestRetried() | RequestFellBack() as changed:
+                    self._planned_again(changed)
+                case RequestQueued(request_id=request_id):
+                    self._queued(request_id)
                 case RequestFailed() as failed:
                     self._failed(failed)
                 case RequestCancelled(request_id=request_id, cause=cause):
@@ -268,7 +283,9 @@ class RequestDesk:
 
     def _forward(self, effect: Forward) -> None:
         held = self._held.get(effect.request_id)
-        if held is None or (held.granted is not None and held.granted.lease_id == effect.lease_id):
+        if held is None or effect.lease_id == held.over_lease_id:
+            return
+        if held.granted is not None and held.granted.lease_id == effect.lease_id:
             return
         try:
             endpoint = self._runtimes.endpoint(effect.resident_id)
@@ -282,16 +299,41 @@ class RequestDesk:
             queued_ms=max(0, self._engine.now() - held.requested_at) // MICROS_PER_MS,
             plan=held.plan,
             lost=asyncio.get_running_loop().create_future(),
+            passage=held.passage,
         )
         if not held.outcome.done():
             held.outcome.set_result(held.granted)
 
-    def _requeued(self, request_id: str) -> None:
+    def _put_back(self, request_id: str, reason: Reason | None, failure: Failure | None, detail: str) -> None:
+        """Its lease is lost, and it waits for another one."""
         held = self._held.get(request_id)
         if held is not None and held.granted is not None:
             lost, held.granted = held.granted.lost, None
             held.outcome = asyncio.get_running_loop().create_future()
-            lost.set_result(Lost(Reason.PREEMPTED, None, "before_it_began", held.outcome))
+            lost.set_result(Lost(reason, failure, detail, held.outcome))
+
+    def _planned_again(self, changed: RequestRetried | RequestFellBack) -> None:
+        if (held := self._held.get(changed.request_id)) is None:
+            return
+        held.over_lease_id = None
+        match changed:
+            case RequestRetried():
+                held.passage = replace(held.passage, attempt=changed.attempt + 1)
+                self._put_back(changed.request_id, None, changed.failure, changed.detail)
+            case RequestFellBack():
+                cause = changed.reason or changed.failure
+                fallback = None if cause is None else cause.value
+                held.passage = replace(held.passage, fallback_rank=changed.fallback_rank, fallback=fallback)
+                self._put_back(changed.request_id, changed.reason, changed.failure, changed.detail)
+
+    def _queued(self, request_id: str) -> None:
+        """What is told of the queue is what was known when it first came into it."""
+        held, world = self._held.get(request_id), self._engine.world
+        if held is None or held.passage.queue_place is not None:
+            return
+        place = place_of(world, request_id)
+        estimate = estimated_wait_ms(world, request_id, self._engine.now())
+        held.passage = replace(held.passage, queue_place=place, estimated_wait_ms=estimate)
 
     def _failed(self, failed: RequestFailed) -> None:
         if (held := self._over(failed.request_id)) is None:
@@ -299,8 +341,8 @@ class RequestDesk:
         if held.granted is not None:
             held.granted.lost.set_result(Lost(failed.reason, failed.failure, failed.detail))
         elif not held.outcome.done():
-            refused = Refused(failed.request_id, failed.reason, failed.failure, failed.detail, held.plan)
-            held.outcome.set_result(refused)
+            told = failed.reason, failed.failure, failed.detail
+            held.outcome.set_result(Refused(failed.request_id, *told, held.plan, held.passage))
 
     def _cancelled(self, request_id: str, cause: str) -> None:
         if (held := self._over(request_id)) is None:
@@ -329,8 +371,26 @@ class RequestDesk:
         """Say who is still waited for, until cancelled."""
         while True:
             await asyncio.sleep(renewal_interval_ms(self._engine.world.policy.lease_ttl_seconds) / 1000)
-            if self._held:
-                self._engine.tell(RequestsHeld(frozenset(self._held)))
+            # A lease whose work has ended is not renewed: should the record of that be lost, it runs out.
+            held = frozenset(name for name, one in self._held.items() if one.over_lease_id is None)
+            if held:
+                self._engine.tell(RequestsHeld(held))
+
+
+def _work_ended(request_id: str, lease_id: str | None, ending: Ending, unsent: bool) -> WorkEnded:
+    return WorkEnded(
+        request_id=request_id,
+        status=ending.status,
+        served_ms=ending.served_ms,
+        response_bytes=ending.response_bytes,
+        prompt_tokens=ending.prompt_tokens,
+        completion_tokens=ending.completion_tokens,
+        failure=ending.failure,
+        detail=ending.detail,
+        client_gone=ending.client_gone,
+        unsent=unsent,
+        lease_id=lease_id,
+    )
 
 
 def repeated_of(question: Question, events: tuple[Recorded, ...]) -> Repeated | None:

@@ -22,6 +22,7 @@ import structlog
 from gpuledger.domain.events import Recorded, StreamKind, stream_name
 from gpuledger.domain.messages import (
     Agenda,
+    AnswerCutOff,
     ClientGone,
     DrainTimedOut,
     Input,
@@ -42,7 +43,7 @@ Decide: TypeAlias = Callable[[World, int, int], Batch | None]
 
 #: Inputs that nothing else repeats: kept until they are in the ledger. The others are said again by whoever said them:
 #: samples by the next one, answers of runtimes because their effect is still wanted, requests by their clients.
-KEPT: Final = (WorkEnded, ClientGone, ShutdownRequested, DrainTimedOut)
+KEPT: Final = (WorkEnded, AnswerCutOff, ClientGone, ShutdownRequested, DrainTimedOut)
 #: Another writer that wins so many times in a row is taken for a ledger that cannot be used.
 MAX_ATTEMPTS: Final = 50
 SNAPSHOT_EVERY: Final = 1_000

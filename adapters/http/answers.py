@@ -25,8 +25,10 @@ class Usage:
     def note(self, document: dict[str, Json]) -> None:
         usage = document.get("usage")
         if isinstance(usage, dict):
-            self.prompt_tokens = _count(usage.get("prompt_tokens"), self.prompt_tokens)
-            self.completion_tokens = _count(usage.get("completion_tokens"), self.completion_tokens)
+            # Transcriptions have the names of OpenAI's newer interfaces.
+            for names in (("prompt_tokens", "completion_tokens"), ("input_tokens", "output_tokens")):
+                self.prompt_tokens = _count(usage.get(names[0]), self.prompt_tokens)
+                self.completion_tokens = _count(usage.get(names[1]), self.completion_tokens)
 
 
 def _count(value: Json, before: int | None) -> int | None:
@@ -84,9 +86,16 @@ class EventStream:
 
 
 def complaint(body: bytes) -> str:
-    """What a runtime says is wrong with a request."""
+    """What a runtime says is wrong with a request, in any of the shapes that runtimes have for it.
+
+    >>> complaint(b'{"error": {"message": "too long"}}'), complaint(b'{"error": "too long"}')
+    ('too long', 'too long')
+    """
     try:
-        told = orjson.loads(body)["error"]["message"]
-    except (orjson.JSONDecodeError, KeyError, TypeError):
+        told: Json = orjson.loads(body)
+    except orjson.JSONDecodeError:
         told = None
+    for name in ("error", "message", "detail"):
+        if isinstance(told, dict) and name in told:
+            told = told[name]
     return told if isinstance(told, str) else "the runtime refused the request"

@@ -1,16 +1,17 @@
-"""What comes in: read within its bounds, parsed, and looked at as far as the gateway needs it. The rest passes."""
+"""What comes in as JSON: read within its bounds, and looked at as far as the gateway needs it. The rest passes."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from typing import Final, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 import orjson
 from fastapi import Request
 
 from gpuledger.domain.documents import Json
 
+from .images import check_contents
 from .openai_errors import CLIENT_CLOSED, ApiError, bad_request
 from .ports import Operation
 
@@ -23,42 +24,88 @@ DISCARD_FACTOR: Final = 16
 
 Document: TypeAlias = dict[str, Json]
 
-#: Where an operation takes a text or a list of them.
-_TEXTS: Final[Mapping[Operation, str]] = {"embeddings": "input", "completion": "prompt"}
+#: Where an operation takes a list of texts, each of which costs memory.
+_TEXTS: Final[Mapping[Operation, str]] = {"embeddings": "input", "completion": "prompt", "rerank": "documents"}
 
 
 async def read_body(request: Request, limit_bytes: int) -> bytes:
-    """The body, held to its limit while it is read: nobody has to announce how long it is. Raises ApiError.
+    """The body, held to its limit while it is read: nobody has to announce how long it is. Raises ApiError."""
+    check_content_type(request, "application/json")
+    body = _Gathered()
+    await read_chunks(request, limit_bytes, READ_TIMEOUT_SECONDS, body)
+    return b"".join(body.chunks)
 
-    One that is too long is read on and forgotten for a while, since most clients listen only when they have said all.
-    """
+
+def check_content_type(request: Request, wanted: str) -> None:
+    """Raises ApiError."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise bad_request("the Content-Type must be application/json", code="unsupported_media_type", status=415)
+    if kind != wanted:
+        raise bad_request(f"the Content-Type must be {wanted}", code="unsupported_media_type", status=415)
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise bad_request("a Content-Encoding is not supported", code="unsupported_media_type", status=415)
+
+
+class Sink(Protocol):
+    """Where the chunks of a body go."""
+
+    async def take(self, chunk: bytes) -> None:
+        """The next one. Raises ApiError when it is not as it should be."""
+        ...
+
+    def drop(self) -> None:
+        """The body is refused: nothing of it is needed any more."""
+        ...
+
+
+class _Gathered:
+    """In memory."""
+
+    def __init__(self) -> None:
+        self.chunks: list[bytes] = []
+
+    async def take(self, chunk: bytes) -> None:
+        self.chunks.append(chunk)
+
+    def drop(self) -> None:
+        self.chunks.clear()
+
+
+async def read_chunks(request: Request, limit_bytes: int, timeout_seconds: float, sink: Sink) -> None:
+    """Every chunk of a body to `sink`, while it is within its limit. Raises ApiError.
+
+    One that is refused is read on and forgotten for a while, since most clients listen only when they have said all.
+    """
     announced = request.headers.get("content-length", "")
-    too_long = announced.isdecimal() and int(announced) > limit_bytes
-    chunks: list[bytes] = []
+    refused: ApiError | None = None
+    if announced.isdecimal() and int(announced) > limit_bytes:
+        refused = _too_long(limit_bytes)
     length = 0
     try:
-        async with asyncio.timeout(READ_TIMEOUT_SECONDS):
-            if too_long and "expect" in request.headers:
-                raise _too_long(limit_bytes)  # nothing was sent yet, and nothing will be
+        async with asyncio.timeout(timeout_seconds):
+            if refused is not None and "expect" in request.headers:
+                raise refused  # nothing was sent yet, and nothing will be
             async for chunk in _chunks(request):
                 length += len(chunk)
                 if length > limit_bytes:
-                    chunks.clear()
-                    too_long = True
+                    sink.drop()
+                    refused = _too_long(limit_bytes)
                 if length > DISCARD_FACTOR * limit_bytes:
                     break
-                if not too_long:
-                    chunks.append(chunk)
+                if refused is None:
+                    refused = await _taken(sink, chunk)
     except TimeoutError:
         raise bad_request("the body did not come in time", code="request_timeout", status=408) from None
-    if too_long:
-        raise _too_long(limit_bytes)
-    return b"".join(chunks)
+    if refused is not None:
+        raise refused
+
+
+async def _taken(sink: Sink, chunk: bytes) -> ApiError | None:
+    try:
+        await sink.take(chunk)
+    except ApiError as error:
+        sink.drop()
+        return error
+    return None
 
 
 async def _chunks(request: Request) -> AsyncIterator[bytes]:
@@ -87,29 +134,41 @@ def parse(body: bytes, operation: Operation) -> Document:
         raise bad_request("the body must be a JSON object")
     if _deeper_than(document, MAX_DEPTH):
         raise bad_request(f"the body is nested deeper than {MAX_DEPTH} levels")
-    _check_model(document)
+    check_model(document.get("model"))
     match operation:
         case "embeddings":
+            _check_no_messages(document)
             _check_texts(document, "input")
             _check_encoding(document)
         case "chat":
             _check_messages(document)
         case "completion":
             _check_texts(document, "prompt")
+        case "rerank":
+            _check_ranking(document)
+        case "transcription":
+            raise AssertionError("a transcription is asked for with a form")
     _check_stream(document)
     return document
 
 
 def check_inputs(document: Document, operation: Operation, limit: int) -> None:
-    """No more texts, or prompts, than the envelope was measured with: each costs memory. Raises ApiError."""
+    """No more texts, prompts or documents than the envelope was measured with: each costs memory. Raises ApiError."""
     name = _TEXTS.get(operation)
     value = None if name is None else document[name]
     if isinstance(value, list) and not _are_tokens(value) and len(value) > limit:
         raise bad_request(f"{name} has {len(value)} entries, and {document['model']} takes {limit} at once", name)
 
 
+def check_images(document: Document, operation: Operation, limit: int) -> None:
+    """Parts of chat messages, and no more images than the envelope was measured with. Raises ApiError."""
+    messages = document.get("messages")
+    if operation == "chat" and isinstance(messages, list):
+        check_contents(messages, limit, str(document["model"]))
+
+
 def wants_stream(document: Mapping[str, Json], operation: Operation) -> bool:
-    return operation != "embeddings" and document.get("stream") is True
+    return operation in ("chat", "completion") and document.get("stream") is True
 
 
 def _deeper_than(value: Json, levels: int) -> bool:
@@ -128,12 +187,13 @@ def _deeper_than(value: Json, levels: int) -> bool:
     return True
 
 
-def _check_model(document: Document) -> None:
-    model = document.get("model")
+def check_model(model: Json) -> str:
+    """The capability that is asked for, so far only a text. Raises ApiError."""
     if not isinstance(model, str) or not model:
         raise bad_request("model must be a string: the capability to ask for", "model")
     if len(model) > MAX_MODEL_CHARACTERS:
         raise bad_request(f"model is longer than {MAX_MODEL_CHARACTERS} characters", "model")
+    return model
 
 
 def _check_texts(document: Document, name: str) -> None:
@@ -148,6 +208,12 @@ def _check_texts(document: Document, name: str) -> None:
     texts = all(isinstance(one, str) and one for one in value)
     if not texts and not all(isinstance(one, list) and one and _are_tokens(one) for one in value):
         raise bad_request(f"{name} must hold texts, or lists of token ids, and none that is empty", name)
+
+
+def _check_no_messages(document: Document) -> None:
+    """Some runtimes embed chat messages instead, images at addresses among them, that nobody here has looked at."""
+    if "messages" in document:
+        raise bad_request("messages are for chats: an embedding is of an input", "messages")
 
 
 def _are_tokens(values: list[Json]) -> bool:
@@ -166,6 +232,21 @@ def _check_messages(document: Document) -> None:
     for index, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise bad_request(f"messages[{index}] must be an object with a role", "messages")
+
+
+def _check_ranking(document: Document) -> None:
+    """A question, and texts that may answer it; what a document is besides a text no runtime agrees on."""
+    query, documents, most = document.get("query"), document.get("documents"), document.get("top_n")
+    if not isinstance(query, str) or not query:
+        raise bad_request("query must be a text, and not empty", "query")
+    if not isinstance(documents, list) or not documents:
+        raise bad_request("documents must be a list of texts, and not empty", "documents")
+    if not all(isinstance(one, str) and one for one in documents):
+        raise bad_request("documents must hold texts, and none that is empty", "documents")
+    if most is not None and (type(most) is not int or most < 1):
+        raise bad_request("top_n must be a whole number, at least 1", "top_n")
+    if not isinstance(document.get("return_documents", False), bool):
+        raise bad_request("return_documents must be true or false", "return_documents")
 
 
 def _check_stream(document: Document) -> None:

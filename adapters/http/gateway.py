@@ -13,14 +13,16 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from pathlib import Path
+from typing import Any, Final
 
 import httpx
 import orjson
 from fastapi import FastAPI, Request, Response
 
 from .auth import Client, Clients
-from .bodies import check_inputs, parse, read_body, wants_stream
+from .bodies import check_images, check_inputs, parse, read_body, wants_stream
+from .forms import read_form, too_large
 from .openai_errors import (
     CLIENT_CLOSED,
     ApiError,
@@ -29,8 +31,10 @@ from .openai_errors import (
     repeated_error,
     unavailable_error,
 )
-from .ports import Desk, Granted, Insight, Operation, Outcome, Question, Refused, Repeated, Unavailable
+from .payloads import JsonPayload, Payload
+from .ports import Desk, Granted, Insight, Operation, Question, Refused, Repeated, Unavailable
 from .relay import PATHS, Presence, Served, Tally, Work
+from .spool import Spool
 
 DEADLINE_HEADER: Final = "x-gpuledger-deadline-ms"
 KEY_HEADER: Final = "idempotency-key"
@@ -41,30 +45,51 @@ _DIGITS: Final = re.compile(r"[0-9]{1,9}")
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-class GatewayTally(Tally, Protocol):
-    """Told how each request ended, also those that were never granted."""
-
-    def answered(self, client: Client | None, capability: str | None, outcome: Outcome | ApiError) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What a capability does, and how many inputs of one request its envelope was measured with."""
+    """What a capability does, and how much one request may bring: what its envelope was measured with.
+
+    `max_images`: in chat messages, 0 where it does not see. `max_audio_bytes`: of a file to transcribe.
+    """
 
     operations: frozenset[Operation]
     max_inputs: int
+    max_images: int = 0
+    max_audio_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What the gateway is configured with: capabilities and what each of them does.
 
-    `key` authenticates the content of requests that clients name.
+    `key` authenticates the content of requests that clients name. `upload_folder`: where large files wait, unnamed.
     """
 
     capabilities: Mapping[str, Service]
     max_body_bytes: int
+    upload_folder: Path
     key: bytes = field(repr=False)
+
+    def max_audio_bytes(self) -> int:
+        """The most that any capability takes: which one is asked for may stand after the file."""
+        return max((one.max_audio_bytes for one in self.capabilities.values() if _hears(one)), default=0)
+
+
+def _hears(service: Service) -> bool:
+    return "transcription" in service.operations
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request that was read: what it asks of which capability, its sizes, and how its content is sealed."""
+
+    model: str
+    payload: Payload
+    stream: bool
+    body_bytes: int
+    #: Raises ApiError when the capability does not take as much.
+    check: Callable[[Service], None]
+    mac: Callable[[], str]
 
 
 class Gateway:
@@ -77,7 +102,7 @@ class Gateway:
         clients: Clients,
         settings: Settings,
         http: httpx.AsyncClient,
-        tally: GatewayTally,
+        tally: Tally,
     ) -> None:
         self._desk = desk
         self._insight = insight
@@ -85,6 +110,7 @@ class Gateway:
         self._settings = settings
         self._http = http
         self._tally = tally
+        self._spool = Spool(settings.upload_folder)
         self._created = int(time.time())
 
     def mount(self, app: FastAPI) -> None:
@@ -123,42 +149,75 @@ class Gateway:
     async def _work(self, request: Request, operation: Operation) -> Response:
         client = self.client_of(request)
         capability: str | None = None
+        asked: Asked | None = None
         try:
-            body = await read_body(request, self._settings.max_body_bytes)
-            document = parse(body, operation)
-            capability = self._check_allowed(client, str(document["model"]))
+            asked = await self._read(request, operation)
+            capability = self._check_allowed(client, asked.model)
             self._check_serves(capability, operation)
-            check_inputs(document, operation, self._settings.capabilities[capability].max_inputs)
-            question = self._question(request, client, capability, operation, body)
-        except ApiError as error:
-            self._tally.answered(client, capability, error)
+            asked.check(self._settings.capabilities[capability])
+            question = _question(request, client, operation, asked)
+        except BaseException as error:
+            if asked is not None:
+                asked.payload.close()
+            if isinstance(error, ApiError):
+                self._tally.answered(client, capability, error)
             raise
-        stream = wants_stream(document, operation)
-        work = Work(capability, client.priority, operation, orjson.dumps(document), stream)
+        return await self._serve(request, Work(client, capability, operation, asked.payload, asked.stream), question)
+
+    async def _serve(self, request: Request, work: Work, question: Question) -> Response:
+        """Wait until it may begin, and then hand on to who serves it; or say why not."""
         presence = Presence(request.receive)
-        outcome = await presence.or_gone(self._desk.submit(question))
+        granted = False
+        try:
+            outcome = await presence.or_gone(self._desk.submit(question))
+            granted = isinstance(outcome, Granted)
+        finally:
+            if not granted:
+                presence.forget()
+                work.payload.close()
         if isinstance(outcome, Granted):
             return Served(self._desk, self._http, work, outcome, presence, self._tally)
-        presence.forget()
         if outcome is None:
             return Response(status_code=CLIENT_CLOSED)
-        self._tally.answered(client, capability, outcome)
-        raise self._error_of(outcome, capability)
+        self._tally.answered(work.client, work.capability, outcome)
+        raise self._error_of(outcome, work.capability)
 
-    def _question(
-        self, request: Request, client: Client, capability: str, operation: Operation, body: bytes
-    ) -> Question:
-        key = request.headers.get(KEY_HEADER)
-        if key is not None and not (1 <= len(key) <= MAX_KEY_CHARACTERS):
-            raise bad_request(f"{KEY_HEADER} must have 1 to {MAX_KEY_CHARACTERS} characters")
-        return Question(
-            request_id=_fresh_id() if key is None else _named_id(client.client_id, key),
-            client_id=client.client_id,
-            capability=capability,
-            operation=operation,
+    async def _read(self, request: Request, operation: Operation) -> Asked:
+        """Raises ApiError."""
+        if operation == "transcription":
+            return await self._read_form(request, operation)
+        body = await read_body(request, self._settings.max_body_bytes)
+        document = parse(body, operation)
+
+        def check(service: Service) -> None:
+            check_inputs(document, operation, service.max_inputs)
+            check_images(document, operation, service.max_images)
+
+        return Asked(
+            model=str(document["model"]),
+            payload=JsonPayload(orjson.dumps(document)),
+            stream=wants_stream(document, operation),
             body_bytes=len(body),
-            deadline_ms=_deadline(request.headers.get(DEADLINE_HEADER)),
-            content_mac=None if key is None else self._mac(operation, body),
+            check=check,
+            mac=lambda: self._mac(operation, body),
+        )
+
+    async def _read_form(self, request: Request, operation: Operation) -> Asked:
+        limit, named = self._settings.max_audio_bytes(), KEY_HEADER in request.headers
+        form = await read_form(request, self._spool, limit, hashed=named)
+
+        def check(service: Service) -> None:
+            if form.file.length_bytes > service.max_audio_bytes:
+                raise too_large(service.max_audio_bytes)
+
+        payload = form.payload()
+        return Asked(
+            model=form.model,
+            payload=payload,
+            stream=form.wants_stream,
+            body_bytes=payload.length_bytes,
+            check=check,
+            mac=lambda: form.mac(self._settings.key, operation),
         )
 
     def _mac(self, operation: Operation, body: bytes) -> str:
@@ -202,6 +261,28 @@ class Gateway:
     def _check_serves(self, capability: str, operation: Operation) -> None:
         if operation not in self._settings.capabilities[capability].operations:
             raise bad_request(f"{capability} does not serve {PATHS[operation]}", "model", "operation_not_supported")
+
+
+def _key(request: Request) -> str | None:
+    """The name that the client gave its request, if any. Raises ApiError."""
+    key = request.headers.get(KEY_HEADER)
+    if key is not None and not (1 <= len(key) <= MAX_KEY_CHARACTERS):
+        raise bad_request(f"{KEY_HEADER} must have 1 to {MAX_KEY_CHARACTERS} characters")
+    return key
+
+
+def _question(request: Request, client: Client, operation: Operation, asked: Asked) -> Question:
+    """What the scheduler is asked: of the content only its size. Raises ApiError."""
+    key = _key(request)
+    return Question(
+        request_id=_fresh_id() if key is None else _named_id(client.client_id, key),
+        client_id=client.client_id,
+        capability=asked.model,
+        operation=operation,
+        body_bytes=asked.body_bytes,
+        deadline_ms=_deadline(request.headers.get(DEADLINE_HEADER)),
+        content_mac=None if key is None else asked.mac(),
+    )
 
 
 def _fresh_id() -> str:

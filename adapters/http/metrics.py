@@ -32,7 +32,7 @@ _NONE: Final = ""
 
 
 class Metrics:
-    """Everything at `/metrics`. Implements `GatewayTally`, and the engine's gauge of commits."""
+    """Everything at `/metrics`. Implements `Tally`, and the engine's gauge of commits."""
 
     CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -94,6 +94,8 @@ class Metrics:
         elif ending.failure is not None:
             outcome = "failed"
             self._errors.labels(capability, ending.failure.value).inc()
+        elif ending.status >= 500:
+            outcome = "cut_off"  # its lease was preempted, or the server shut down
         else:
             outcome = "completed" if ending.status < 400 else "client_error"
         self._requests.labels(capability, work.priority.value, outcome).inc()

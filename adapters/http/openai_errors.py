@@ -22,6 +22,7 @@ from gpuledger.domain.failures import Failure
 from gpuledger.domain.reasons import Reason, eviction_helps, waiting_helps
 from gpuledger.domain.units import MICROS_PER_SECOND, ceil_div, parse_instant
 
+from .headers import of_passage
 from .ports import Cause, Lost, PlanFacts, Refused, Repeated
 
 #: The client has gone: nobody sees it; it stands in the ledger (nginx's convention).
@@ -67,6 +68,19 @@ class ApiError(Exception):
         self.extra = extra
         self.headers = headers
 
+    def telling(self, headers: Mapping[str, str]) -> ApiError:
+        """The same with further headers."""
+        return ApiError(
+            self.status,
+            self.code,
+            self.message,
+            param=self.param,
+            request_id=self.request_id,
+            retry_after=self.retry_after,
+            extra=self.extra,
+            headers={**headers, **self.headers},
+        )
+
     def document(self) -> dict[str, Any]:
         """The body."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
@@ -74,14 +88,14 @@ class ApiError(Exception):
         return {"error": {**error, "request_id": self.request_id, **self.extra}}
 
     def response(self) -> Response:
-        headers = dict(self.headers)
+        headers = {name.lower(): value for name, value in self.headers.items()}
         if self.request_id is not None:
-            headers["X-Request-Id"] = self.request_id
+            headers["x-request-id"] = self.request_id
         if self.retry_after is not None:
-            headers["Retry-After"] = str(self.retry_after)
+            headers["retry-after"] = str(self.retry_after)
         elif self.status in (409, 429) or self.status >= 500:
             # OpenAI's clients repeat these by themselves unless they are told not to.
-            headers["X-Should-Retry"] = "false"
+            headers["x-should-retry"] = "false"
         return Response(orjson.dumps(self.document()), self.status, headers, "application/json")
 
 
@@ -93,8 +107,10 @@ def bad_request(message: str, param: str | None = None, code: str = "invalid_req
 def refusal_error(refused: Refused, capability: str, now: int | None) -> ApiError:
     """A request that was refused, or that failed before its work began."""
     if refused.reason is not None:
-        return _reason_error(refused.request_id, refused.reason, refused.detail, refused.plan, capability, now)
-    return failure_error(refused.request_id, refused.failure, refused.detail, capability)
+        error = _reason_error(refused.request_id, refused.reason, refused.detail, refused.plan, capability, now)
+    else:
+        error = failure_error(refused.request_id, refused.failure, refused.detail, capability)
+    return error.telling(of_passage(refused.passage))
 
 
 def lost_error(request_id: str, lost: Lost, capability: str) -> ApiError:
@@ -110,9 +126,43 @@ def lost_error(request_id: str, lost: Lost, capability: str) -> ApiError:
 def failure_error(request_id: str, failure: Failure | None, detail: str, capability: str) -> ApiError:
     """A fault of a runtime or of the scheduler, by its class."""
     known = failure or Failure.CAPABILITY_UNAVAILABLE
-    status = 504 if known is Failure.TIMEOUT else 503
-    message = f"{capability} could not be served: {known.value} ({detail})" if detail else known.value
-    return ApiError(status, known.value, message, request_id=request_id, retry_after=_HEALTH_RETRY_SECONDS)
+    told = f"{known.value} ({detail})" if detail else known.value
+    return ApiError(
+        504 if known is Failure.TIMEOUT else 503,
+        known.value,
+        f"{capability} could not be served: {told}",
+        request_id=request_id,
+        retry_after=_HEALTH_RETRY_SECONDS if passes(known) else None,
+    )
+
+
+def passes(failure: Failure) -> bool:
+    """Whether the same request may be answered later, with nobody mending anything."""
+    match failure:
+        case (
+            Failure.MODEL_LOAD_FAILED
+            | Failure.RUNTIME_CRASH
+            | Failure.HEALTHCHECK_FAILED
+            | Failure.INVALID_OUTPUT
+            | Failure.TIMEOUT
+            | Failure.GPU_OOM
+            | Failure.SCHEDULER_STATE_STALE
+            | Failure.EXTERNAL_GPU_PRESSURE
+            | Failure.RESIDENCY_CONFLICT
+            | Failure.EVICTION_NOT_ALLOWED
+            | Failure.DEADLINE_CANNOT_BE_MET
+            | Failure.LEASE_CONFLICT
+            | Failure.GPU_MEMORY_NOT_RECLAIMED
+            | Failure.QUEUE_FULL
+            | Failure.LEASE_TIMEOUT
+            | Failure.CAPABILITY_UNAVAILABLE
+            | Failure.DRIVER_ERROR
+        ):
+            return True
+        case Failure.INSUFFICIENT_SCHEDULABLE_VRAM | Failure.ARTIFACT_CORRUPT:
+            return False  # it never fits here; the model file is not what was registered
+        case _:
+            assert_never(failure)
 
 
 def unavailable_error(request_id: str | None, cause: Cause) -> ApiError:

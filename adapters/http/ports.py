@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Final, Literal, Protocol, TypeAlias
 
 from gpuledger.domain.failures import Failure
 from gpuledger.domain.ports import Endpoint
 from gpuledger.domain.reasons import Reason
 from gpuledger.domain.world import World
 
-Operation: TypeAlias = Literal["embeddings", "chat", "completion"]
+Operation: TypeAlias = Literal["embeddings", "chat", "completion", "transcription", "rerank"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,26 @@ class PlanFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class Passage:
+    """What happened to a request on its way, as its client is told.
+
+    `attempt`: 1, and one more each time it was tried again after a failure. `fallback`: the reason or failure for which
+    it was planned for the next rank. `queue_place` and `estimated_wait_ms` are of the moment at which it was first
+    queued; None when it never was.
+    """
+
+    fallback_rank: int = 0
+    fallback: str | None = None
+    attempt: int = 1
+    queue_place: int | None = None
+    estimated_wait_ms: int | None = None
+
+
+#: Nothing happened that has to be told.
+STRAIGHT: Final = Passage()
+
+
+@dataclass(frozen=True, slots=True)
 class Lost:
     """The lease of a request that was being served is gone. `again`: it waits at its old place, for this outcome."""
 
@@ -61,6 +81,7 @@ class Granted:
     queued_ms: int
     plan: PlanFacts | None
     lost: asyncio.Future[Lost]
+    passage: Passage = STRAIGHT
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +93,7 @@ class Refused:
     failure: Failure | None
     detail: str
     plan: PlanFacts | None
+    passage: Passage = STRAIGHT
 
 
 class Cause(StrEnum):
@@ -107,7 +129,10 @@ Outcome: TypeAlias = Granted | Refused | Unavailable | Repeated
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How the work under a lease went. `failure` is None when the runtime answered with a status below 500."""
+    """How the work under a lease went. `failure` is None when the runtime answered with a status below 500.
+
+    `unsent`: it failed, and its client still waits and has seen nothing of an answer: it may be tried again.
+    """
 
     status: int
     served_ms: int
@@ -117,6 +142,7 @@ class Ending:
     failure: Failure | None = None
     detail: str = ""
     client_gone: bool = False
+    unsent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +162,18 @@ class Desk(Protocol):
         ...
 
     async def resume(self, request_id: str, again: asyncio.Future[Outcome]) -> Outcome:
-        """Wait again after its lease was lost and it was put back into the queue. Cancelled, it is given up."""
+        """Wait again: its lease was lost and it was put back, or its work failed unsent. Cancelled, it is given up."""
         ...
 
-    def end(self, request_id: str, ending: Ending) -> None:
-        """Its work is over. Returns at once: nobody waits for the record of it."""
+    def end(self, request_id: str, ending: Ending) -> asyncio.Future[Outcome] | None:
+        """Its work is over. Returns at once: nobody waits for the record of it.
+
+        What is returned is what becomes of one that failed `unsent`, to `resume` with; None when it ends here.
+        """
+        ...
+
+    def cut_off(self, request_id: str, lost: Lost) -> None:
+        """It was put back after its lease was lost, and its answer had begun: it ends here. Returns at once."""
         ...
 
     def conditions(self) -> tuple[Condition, ...]:

@@ -2,6 +2,8 @@
 
 An attempt ends in one of four ways: its answer is complete, the client goes away, the lease is lost, the runtime fails.
 In each the upstream request is ended first, so that no runtime works for nobody, and the desk is told exactly once.
+When the lease is lost or the runtime fails and the client has seen nothing yet, its request may be served again: it
+waits for what the scheduler makes of it, and the next attempt begins.
 """
 
 from __future__ import annotations
@@ -19,11 +21,15 @@ import httpx
 import orjson
 from fastapi import Response
 
+from gpuledger.adapters.complaints import out_of_memory
 from gpuledger.domain.failures import Failure
 from gpuledger.domain.policy import Priority
 
 from .answers import EventStream, Usage, complaint, named
+from .auth import Client
+from .headers import of_granted
 from .openai_errors import CLIENT_CLOSED, ApiError, failure_error, lost_error, refusal_error, unavailable_error
+from .payloads import Payload
 from .ports import Desk, Ending, Granted, Operation, Outcome, Refused, Repeated, Unavailable
 
 _logger = logging.getLogger(__name__)
@@ -39,14 +45,21 @@ MAX_ANSWER_BYTES: Final = 512 * 1024 * 1024
 CONNECT_TIMEOUT_SECONDS: Final = 5.0
 #: A client that takes nothing for so long is taken for gone: the lease is not its alone to hold.
 CLIENT_STALL_SECONDS: Final = 60.0
+#: A crash closes the connection before the watch for exits has said how the process ended: so long its word is waited
+#: for, since it knows more. A process that lives on has broken the connection itself.
+EXIT_NOTICE_SECONDS: Final = 1.0
 #: Answers that are about the gateway's own request: its key, its path, its framing.
 NOT_FOR_CLIENTS: Final = frozenset({401, 403, 404, 405, 407, 411, 431})
+#: Failures of the runtime that the next attempt may be spared. Who got no answer in time has waited long enough.
+MAY_GO_BETTER: Final = frozenset({Failure.RUNTIME_CRASH, Failure.INVALID_OUTPUT, Failure.GPU_OOM})
 
-#: Of the gateway, and of every runtime.
+#: Of the gateway, and of every runtime that does not say otherwise.
 PATHS: Final[dict[Operation, str]] = {
     "embeddings": "/v1/embeddings",
     "chat": "/v1/chat/completions",
     "completion": "/v1/completions",
+    "transcription": "/v1/audio/transcriptions",
+    "rerank": "/v1/rerank",
 }
 
 
@@ -69,17 +82,23 @@ def http_client(timeout_seconds: float) -> httpx.AsyncClient:
 class Work:
     """What a client asked for, ready to be sent."""
 
+    client: Client
     capability: str
-    priority: Priority
     operation: Operation
-    body: bytes
+    payload: Payload
     stream: bool
+
+    @property
+    def priority(self) -> Priority:
+        return self.client.priority
 
 
 class Tally(Protocol):
-    """Told how each request that was granted ended."""
+    """Told how each request ended: those that were served, and the others."""
 
     def ended(self, work: Work, granted: Granted, ending: Ending) -> None: ...
+
+    def answered(self, client: Client | None, capability: str | None, outcome: Outcome | ApiError) -> None: ...
 
 
 class Presence:
@@ -129,19 +148,16 @@ class Served(Response):
                 granted = await self._serve(granted, send)
         finally:
             self._presence.forget()
+            self._work.payload.close()
 
     async def _serve(self, granted: Granted, send: Send) -> Granted | None:
-        """Serve under one lease. Another one is returned when it was preempted before anything was sent."""
+        """Serve under one lease. Another one is returned when it is served again."""
         attempt = Attempt(self._http, self._work, granted, send)
         stop = Stop.GONE
         try:
             stop = await attempt.run(self._presence.gone)
         finally:
-            again = granted.lost.result().again if stop is Stop.LOST and not attempt.started else None
-            if again is None:
-                ending = attempt.ending(stop)
-                self._desk.end(granted.request_id, ending)
-                self._tally.ended(self._work, granted, ending)
+            again = self._tell(granted, attempt, stop)
         if again is not None:
             return await self._wait_again(granted.request_id, again, send)
         if stop is Stop.COMPLETE:
@@ -150,17 +166,34 @@ class Served(Response):
             await attempt.break_off(error)
         return None
 
+    def _tell(self, granted: Granted, attempt: Attempt, stop: Stop) -> asyncio.Future[Outcome] | None:
+        """Tell the desk how an attempt went. What becomes of its request, when that was not its end."""
+        ending = attempt.ending(stop)
+        if stop is Stop.LOST:
+            lost = granted.lost.result()
+            if lost.again is not None and not attempt.started:
+                return lost.again
+            if lost.again is not None:
+                self._desk.cut_off(granted.request_id, lost)
+        elif (again := self._desk.end(granted.request_id, ending)) is not None:
+            return again
+        self._tally.ended(self._work, granted, ending)
+        return None
+
     async def _wait_again(self, request_id: str, again: asyncio.Future[Outcome], send: Send) -> Granted | None:
+        capability = self._work.capability
         outcome = await self._presence.or_gone(self._desk.resume(request_id, again))
         match outcome:
             case Granted():
                 return outcome
             case Refused():
-                await answer_error(refusal_error(outcome, self._work.capability, None), send)
+                error = refusal_error(outcome, capability, None)
             case Unavailable():
-                await answer_error(unavailable_error(outcome.request_id, outcome.cause), send)
+                error = unavailable_error(outcome.request_id, outcome.cause)
             case Repeated() | None:
-                pass  # the client has gone; a request that was granted is never told that it is a repetition
+                return None  # the client has gone; one that was granted is never told that it is a repetition
+        self._tally.answered(self._work.client, capability, outcome)
+        await answer_error(error, send)
         return None
 
 
@@ -223,6 +256,8 @@ class Attempt:
         error = forward.exception() if complete else None
         if complete and error is None:
             return Stop.COMPLETE
+        if _is_lost_connection(error):
+            await self._hear_of_exit(gone)
         if gone.done() or isinstance(error, _ClientWentAway):
             return Stop.GONE
         if self._granted.lost.done():
@@ -231,10 +266,17 @@ class Attempt:
         self._progress.failure, self._progress.detail = _classified(error)
         return Stop.FAILED
 
+    async def _hear_of_exit(self, gone: asyncio.Task[None]) -> None:
+        waited_for = (gone, self._granted.lost)
+        await asyncio.wait(waited_for, timeout=EXIT_NOTICE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+
     def ending(self, stop: Stop) -> Ending:
-        """What the ledger is told."""
+        """What the desk is told."""
         progress = self._progress
-        gone = stop in (Stop.GONE, Stop.LOST)
+        gone = stop is Stop.GONE
+        if stop is Stop.LOST:
+            lost = self._granted.lost.result()
+            progress.status, progress.failure, progress.detail = 503, lost.failure, lost.detail
         return Ending(
             status=CLIENT_CLOSED if gone else progress.status,
             served_ms=round((time.monotonic() - self._began) * 1000),
@@ -244,6 +286,7 @@ class Attempt:
             failure=progress.failure,
             detail=progress.detail,
             client_gone=gone,
+            unsent=stop is Stop.FAILED and not progress.started and progress.failure in MAY_GO_BETTER,
         )
 
     def error(self, stop: Stop) -> ApiError | None:
@@ -270,25 +313,27 @@ class Attempt:
             with suppress(_ClientWentAway):
                 await self._body(b"data: " + orjson.dumps(error.document()) + b"\n\n", more=False)
         else:
-            await answer_error(error, self._send)
+            await answer_error(error.telling(of_granted(self._granted)), self._send)
 
     # ---- upstream ------------------------------------------------------------------------------------------------
 
     async def _forward(self) -> None:
-        endpoint = self._granted.endpoint
+        endpoint, payload = self._granted.endpoint, self._work.payload
         headers = {
             "Authorization": f"Bearer {endpoint.api_key}",
-            "Content-Type": "application/json",
+            "Content-Type": payload.content_type,
+            "Content-Length": str(payload.length_bytes),
             "Accept-Encoding": "identity",
             "Connection": "close",
         }
-        url = endpoint.base_url + PATHS[self._work.operation]
-        async with self._http.stream("POST", url, content=self._work.body, headers=headers) as answer:
+        operation = self._work.operation
+        url = endpoint.base_url + endpoint.paths.get(operation, PATHS[operation])
+        async with self._http.stream("POST", url, content=payload.content(), headers=headers) as answer:
             if answer.status_code >= 500:
                 await self._relay_fault(answer)
                 return
             if answer.status_code in NOT_FOR_CLIENTS:
-                raise UpstreamError(answer.status_code)
+                raise _unfit(answer)
             kind = answer.headers.get("content-type", "application/json")
             if self._work.stream and kind.startswith("text/event-stream"):
                 await self._relay_events(answer, kind)
@@ -297,11 +342,14 @@ class Attempt:
 
     async def _relay_fault(self, answer: httpx.Response) -> None:
         """A 5xx is the runtime's fault, unless it says in its own words that the request is to blame."""
-        body = await _at_most(answer, MAX_COMPLAINT_BYTES)
-        told = complaint(body)
-        if not any(words in told for words in self._granted.endpoint.blames_request):
-            raise UpstreamError(answer.status_code)
-        self._take_complaint(400, told)
+        told = complaint(await _at_most(answer, MAX_COMPLAINT_BYTES))
+        if any(words in told for words in self._granted.endpoint.blames_request):
+            self._take_complaint(400, told)
+            return
+        # Where the client wrote such words itself, the runtime may only repeat them; and an OOM has consequences.
+        if out_of_memory(told.encode("utf-8", "replace")) and not out_of_memory(self._work.payload.text()):
+            raise UpstreamError(Failure.GPU_OOM, "answered_out_of_memory")
+        raise _unfit(answer)
 
     def _take_complaint(self, status: int, told: str) -> None:
         """The request is to blame, in the words of the runtime."""
@@ -330,27 +378,20 @@ class Attempt:
         async for chunk in answer.aiter_raw():
             length += len(chunk)
             if length > MAX_ANSWER_BYTES:
-                raise UpstreamError(answer.status_code)
+                raise _unfit(answer)
             chunks.append(chunk)
         body = b"".join(chunks)
         if answer.status_code >= 400:
             self._take_complaint(answer.status_code, complaint(body))
         else:
-            self._take(answer.status_code, kind, named(body, self._work.capability, self._progress.usage))
+            if kind.startswith("application/json"):
+                body = named(body, self._work.capability, self._progress.usage)
+            self._take(answer.status_code, kind, body)
 
     # ---- downstream ----------------------------------------------------------------------------------------------
 
     async def _start(self, status: int, kind: str, length: int | None) -> None:
-        granted = self._granted
-        headers = {
-            "content-type": kind,
-            "x-request-id": granted.request_id,
-            "x-gpuledger-lease": granted.lease_id,
-            "x-gpuledger-start": granted.start,
-            "x-gpuledger-queued-ms": str(granted.queued_ms),
-        }
-        if granted.plan is not None:
-            headers["x-gpuledger-plan"] = granted.plan.fingerprint
+        headers = {"content-type": kind, **of_granted(self._granted)}
         if length is None:
             headers["cache-control"] = "no-cache"
         else:
@@ -388,21 +429,30 @@ class _ClientWentAway(Exception):
 
 
 class UpstreamError(Exception):
-    """The runtime answered what cannot be passed on."""
+    """The runtime answered what cannot be passed on. `failure` and `detail` are for the ledger."""
 
-    def __init__(self, status: int) -> None:
-        super().__init__(f"status {status}")
-        self.status = status
+    def __init__(self, failure: Failure, detail: str) -> None:
+        super().__init__(detail)
+        self.failure = failure
+        self.detail = detail
+
+
+def _unfit(answer: httpx.Response) -> UpstreamError:
+    return UpstreamError(Failure.INVALID_OUTPUT, f"http_status_{answer.status_code}")
+
+
+def _is_lost_connection(error: BaseException | None) -> bool:
+    return isinstance(error, httpx.TransportError) and not isinstance(error, httpx.TimeoutException)
 
 
 def _classified(error: BaseException) -> tuple[Failure, str]:
     """Class and detail, for the ledger."""
     match error:
         case UpstreamError():
-            return Failure.INVALID_OUTPUT, f"http_status_{error.status}"
+            return error.failure, error.detail
         case httpx.TimeoutException():
             return Failure.TIMEOUT, "no_answer_in_time"
-        case httpx.TransportError():
+        case _ if _is_lost_connection(error):
             return Failure.RUNTIME_CRASH, "connection_lost"
         case _:
             _logger.error("a request could not be relayed", exc_info=error)

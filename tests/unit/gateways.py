@@ -8,6 +8,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
@@ -17,11 +19,13 @@ from gpuledger.adapters.http.auth import Client, Clients
 from gpuledger.adapters.http.gateway import Gateway, Service, Settings
 from gpuledger.adapters.http.metrics import Metrics
 from gpuledger.adapters.http.ports import (
+    STRAIGHT,
     Condition,
     Ending,
     Granted,
     Lost,
     Outcome,
+    Passage,
     PlanFacts,
     Question,
     ServerFacts,
@@ -30,9 +34,19 @@ from gpuledger.domain.policy import Priority
 from gpuledger.domain.ports import Endpoint
 from gpuledger.domain.world import World
 
+MAX_BODY_BYTES = 100_000
 MAX_INPUTS = 4
+MAX_IMAGES = 2
+MAX_AUDIO_BYTES = 3 * 1024 * 1024
 RUNTIME = Endpoint("http://runtime", "key", ("is too large to process",))
 TOKEN = "token-of-the-app"
+SERVICES = {
+    "emb@1": Service(frozenset({"embeddings"}), MAX_INPUTS),
+    "chat@1": Service(frozenset({"chat", "completion"}), MAX_INPUTS),
+    "eyes@1": Service(frozenset({"chat", "completion"}), MAX_INPUTS, max_images=MAX_IMAGES),
+    "ears@1": Service(frozenset({"transcription"}), MAX_INPUTS, max_audio_bytes=MAX_AUDIO_BYTES),
+    "order@1": Service(frozenset({"rerank"}), MAX_INPUTS),
+}
 NOW = 1_796_000_000_000_000
 
 
@@ -43,6 +57,7 @@ class FakeDesk:
         self.outcomes: list[Outcome | Callable[[Question], Awaitable[Outcome]]] = []
         self.asked: list[Question] = []
         self.ended: list[Ending] = []
+        self.cut: list[Lost] = []
         self.resumed: list[str] = []
         self.world = World()
         self._granted: Granted | None = None
@@ -66,8 +81,12 @@ class FakeDesk:
         assert self._granted is not None
         self._granted.lost.set_result(lost)
 
-    def end(self, request_id: str, ending: Ending) -> None:
+    def end(self, request_id: str, ending: Ending) -> asyncio.Future[Outcome] | None:
         self.ended.append(ending)
+        return asyncio.get_running_loop().create_future() if ending.unsent else None
+
+    def cut_off(self, request_id: str, lost: Lost) -> None:
+        self.cut.append(lost)
 
     def conditions(self) -> tuple[Condition, ...]:
         return (Condition("ledger", True, "writable"),)
@@ -76,7 +95,7 @@ class FakeDesk:
         return ServerFacts(NOW, 0, True)
 
 
-def granted(number: int = 1) -> Granted:
+def granted(number: int = 1, passage: Passage = STRAIGHT) -> Granted:
     plan = PlanFacts("ab" * 32, {"verdict": "ADMIT"})
     lost: asyncio.Future[Lost] = asyncio.get_running_loop().create_future()
     return Granted(
@@ -87,6 +106,7 @@ def granted(number: int = 1) -> Granted:
         3,
         plan,
         lost,
+        passage,
     )
 
 
@@ -112,6 +132,8 @@ class Door:
     desk: FakeDesk
     http: httpx.AsyncClient
     app: Any
+    #: Where it keeps uploads.
+    folder: Path
     sent: list[httpx.Request] = field(default_factory=list[httpx.Request])
 
 
@@ -142,22 +164,16 @@ async def door(runtime: Runtime = echo, *, open_metrics: bool = True) -> AsyncGe
         return await runtime(request)
 
     clients = Clients([Client("app", sha256(TOKEN.encode()).hexdigest(), Priority.INTERACTIVE, False, None)])
-    settings = Settings(
-        {
-            "emb@1": Service(frozenset({"embeddings"}), MAX_INPUTS),
-            "chat@1": Service(frozenset({"chat", "completion"}), MAX_INPUTS),
-        },
-        100_000,
-        b"k" * 32,
-    )
     metrics = Metrics(desk)
     async with httpx.AsyncClient(transport=httpx.MockTransport(handle)) as upstream:
-        gateway = Gateway(desk, desk, clients, settings, upstream, metrics)
-        app = application(gateway, desk, metrics, open_metrics=open_metrics)
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        headers = {"Authorization": f"Bearer {TOKEN}"}
-        async with httpx.AsyncClient(transport=transport, base_url="http://door", headers=headers) as http:
-            yield Door(desk, http, app, sent)
+        with TemporaryDirectory() as folder:
+            settings = Settings(SERVICES, MAX_BODY_BYTES, Path(folder), b"k" * 32)
+            gateway = Gateway(desk, desk, clients, settings, upstream, metrics)
+            app = application(gateway, desk, metrics, open_metrics=open_metrics)
+            transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+            headers = {"Authorization": f"Bearer {TOKEN}"}
+            async with httpx.AsyncClient(transport=transport, base_url="http://door", headers=headers) as http:
+                yield Door(desk, http, app, Path(folder), sent)
 
 
 Message = MutableMapping[str, Any]

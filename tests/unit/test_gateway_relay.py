@@ -13,10 +13,10 @@ import pytest
 from gpuledger.adapters.http import relay
 from gpuledger.adapters.http.answers import EventStream, Usage, named
 from gpuledger.adapters.http.openai_errors import CLIENT_CLOSED
-from gpuledger.adapters.http.ports import Lost, Refused
+from gpuledger.adapters.http.ports import STRAIGHT, Lost, Outcome, Passage, Question, Refused
 from gpuledger.domain.failures import Failure
 from gpuledger.domain.reasons import Reason
-from tests.unit.gateways import Door, Upstream, Visitor, answer_of, door
+from tests.unit.gateways import Door, Upstream, Visitor, answer_of, door, granted
 
 pytestmark = pytest.mark.anyio
 
@@ -124,30 +124,34 @@ class TestWhole:
             return answer_of(status, {"error": {"message": "secret of the runtime"}})
 
         async with door(fail) as gate:
+            gate.desk.outcomes = [granted(), failed(Failure.INVALID_OUTPUT, f"http_status_{status}")]
             answer = await gate.http.post("/v1/embeddings", json=EMBED)
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "INVALID_OUTPUT"
         assert "secret" not in answer.text
         (ending,) = gate.desk.ended
         assert (ending.failure, ending.detail) == (Failure.INVALID_OUTPUT, f"http_status_{status}")
+        assert ending.unsent
 
     @pytest.mark.parametrize(
         ("error", "failure", "status"),
         [
-            (httpx.ConnectError("refused"), Failure.RUNTIME_CRASH, 503),
-            (httpx.RemoteProtocolError("closed"), Failure.RUNTIME_CRASH, 503),
             (httpx.ReadTimeout("silence"), Failure.TIMEOUT, 504),
+            (httpx.ConnectTimeout("silence"), Failure.TIMEOUT, 504),
             (ZeroDivisionError("a defect of ours"), Failure.CAPABILITY_UNAVAILABLE, 503),
         ],
     )
-    async def test_no_answer(self, error: Exception, failure: Failure, status: int) -> None:
+    async def test_what_is_not_tried_again_ends_at_once(self, error: Exception, failure: Failure, status: int) -> None:
         async def fail(_: httpx.Request) -> httpx.Response:
             raise error
 
         async with door(fail) as gate:
             answer = await gate.http.post("/v1/embeddings", json=EMBED)
         assert (answer.status_code, answer.json()["error"]["code"]) == (status, failure.value)
-        assert gate.desk.ended[0].failure is failure
+        assert answer.headers["x-gpuledger-lease"] == "lease-1"
+        (ending,) = gate.desk.ended
+        assert (ending.failure, ending.unsent) == (failure, False)
+        assert gate.desk.resumed == []
 
     async def test_a_slow_client_holds_no_lease(self) -> None:
         async with door() as gate:
@@ -213,7 +217,8 @@ class TestStream:
             await visit
             assert visitor.text.count("data: ") == 50
 
-    async def test_a_runtime_that_dies_ends_it_with_an_event(self) -> None:
+    async def test_a_runtime_that_dies_ends_it_with_an_event(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(relay, "EXIT_NOTICE_SECONDS", 0.01)
         talk = Talk()
         async with visiting(talk) as (gate, visitor, visit):
             talk.pieces.put_nowait(event("one"))
@@ -222,7 +227,8 @@ class TestStream:
             assert visitor.complete
             last = json.loads(visitor.text.strip().rpartition("data: ")[2])
             assert last["error"]["code"] == "RUNTIME_CRASH"
-            assert gate.desk.ended[0].failure is Failure.RUNTIME_CRASH
+            (ending,) = gate.desk.ended
+            assert (ending.failure, ending.unsent) == (Failure.RUNTIME_CRASH, False)
 
     async def test_a_lease_that_is_lost_ends_it_with_an_event(self) -> None:
         talk = Talk()
@@ -233,6 +239,8 @@ class TestStream:
             await visit
             assert talk.body.closed
             assert "LEASE_TIMEOUT" in visitor.text
+            assert gate.desk.cut == []
+            assert 'outcome="failed"' in (await gate.http.get("/metrics")).text
 
     async def test_one_that_was_preempted_before_anything_was_sent_goes_again(self) -> None:
         talk = Talk()
@@ -271,9 +279,160 @@ class TestStream:
             await until(lambda: "one" in visitor.text)
             gate.desk.lose(preempted())
             await visit
-            assert "PREEMPTED" in visitor.text
-            assert gate.desk.resumed == []
-            assert gate.desk.ended[0].client_gone
+            last = json.loads(visitor.text.strip().rpartition("data: ")[2])
+            assert (last["error"]["code"], last["error"]["type"]) == ("PREEMPTED", "server_error")
+            assert (gate.desk.resumed, gate.desk.ended) == ([], [])
+            assert [lost.reason for lost in gate.desk.cut] == [Reason.PREEMPTED]
+
+
+class TestAgain:
+    """A request whose client has seen nothing yet is served again, if the scheduler says so."""
+
+    async def test_a_failure_is_served_under_the_next_lease(self) -> None:
+        answers = [answer_of(500, {"error": {"message": "a bug"}}), answer_of(200, {"object": "list"})]
+
+        async def runtime(_: httpx.Request) -> httpx.Response:
+            return answers.pop(0)
+
+        async with door(runtime) as gate:
+            gate.desk.outcomes = [granted(), granted(2, Passage(attempt=2))]
+            answer = await gate.http.post("/v1/embeddings", json=EMBED)
+        assert answer.status_code == 200
+        assert answer.headers["x-gpuledger-lease"] == "lease-2"
+        assert answer.headers["x-gpuledger-attempt"] == "2"
+        assert [json.loads(sent.content) for sent in gate.sent] == [EMBED, EMBED]
+        assert [ending.unsent for ending in gate.desk.ended] == [True, False]
+
+    async def test_a_fallback_is_told(self) -> None:
+        async with door() as gate:
+            gate.desk.outcomes = [granted(1, Passage(fallback_rank=1, fallback="EXTERNAL_GPU_PRESSURE"))]
+            answer = await gate.http.post("/v1/embeddings", json=EMBED)
+        assert answer.headers["x-gpuledger-rank"] == "1"
+        assert answer.headers["x-gpuledger-fallback"] == "EXTERNAL_GPU_PRESSURE"
+
+    async def test_what_did_not_happen_is_not_told(self) -> None:
+        async with door() as gate:
+            answer = await gate.http.post("/v1/embeddings", json=EMBED)
+        assert answer.headers["x-gpuledger-rank"] == "0"
+        told = {name for name in answer.headers if name.startswith("x-gpuledger-")}
+        assert told == {f"x-gpuledger-{name}" for name in ("lease", "start", "queued-ms", "rank", "plan")}
+
+    async def test_a_refusal_after_it_is_the_answer_and_counted_once(self) -> None:
+        async def fail(_: httpx.Request) -> httpx.Response:
+            return answer_of(500, {})
+
+        async with door(fail) as gate:
+            refusal = failed(Failure.INVALID_OUTPUT, "http_status_500", Passage(attempt=2, queue_place=3))
+            gate.desk.outcomes = [granted(), refusal]
+            answer = await gate.http.post("/v1/embeddings", json=EMBED)
+            page = (await gate.http.get("/metrics")).text
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "INVALID_OUTPUT")
+        assert (answer.headers["x-gpuledger-attempt"], answer.headers["x-gpuledger-queue-place"]) == ("2", "3")
+        assert 'gpuledger_internal_errors_total{capability="emb@1",failure="INVALID_OUTPUT"} 1.0' in page
+        assert 'gpuledger_requests_total{capability="emb@1",outcome="failed",priority="interactive"} 1.0' in page
+
+    async def test_a_crash_is_told_by_whoever_watches_for_exits(self) -> None:
+        """The connection breaks first; the exit, which comes a little later, knows more."""
+
+        async def break_off(_: httpx.Request) -> httpx.Response:
+            asyncio.get_running_loop().call_later(0.05, lose)
+            raise httpx.RemoteProtocolError("closed")
+
+        def lose() -> None:
+            gate.desk.lose(Lost(None, Failure.RUNTIME_CRASH, "signal_9"))
+
+        async with door(break_off) as gate:
+            answer = await gate.http.post("/v1/embeddings", json=EMBED)
+        assert answer.status_code == 503
+        assert "signal_9" in answer.json()["error"]["message"]
+        assert gate.desk.ended == []
+
+    @pytest.mark.parametrize("error", [httpx.ConnectError("refused"), httpx.ReadError("reset")])
+    async def test_a_connection_that_breaks_by_itself(self, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(relay, "EXIT_NOTICE_SECONDS", 0.01)
+
+        async def break_off(_: httpx.Request) -> httpx.Response:
+            raise error
+
+        async with door(break_off) as gate:
+            gate.desk.outcomes = [granted(), failed(Failure.RUNTIME_CRASH, "connection_lost")]
+            answer = await gate.http.post("/v1/embeddings", json=EMBED)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "RUNTIME_CRASH")
+        (ending,) = gate.desk.ended
+        assert (ending.failure, ending.detail, ending.unsent) == (Failure.RUNTIME_CRASH, "connection_lost", True)
+
+    async def test_a_client_that_goes_while_it_waits_again_is_given_up(self) -> None:
+        talk = Talk()
+        async with visiting(talk) as (gate, visitor, visit):
+            given_up = asyncio.Event()
+
+            async def wait(_: Question) -> Outcome:
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    given_up.set()
+                raise AssertionError
+
+            await until(lambda: len(gate.sent) == 1)
+            gate.desk.outcomes = [wait]
+            gate.desk.lose(preempted())
+            await until(lambda: gate.desk.resumed)
+            visitor.gone.set()
+            await visit
+            assert given_up.is_set()
+            assert visitor.messages == []
+
+
+class TestMemory:
+    """A 5xx that complains of memory is a GPU_OOM: the scheduler doubts the envelope then."""
+
+    @pytest.mark.parametrize(
+        "document",
+        [
+            {"error": {"message": "CUDA error: out of memory"}},
+            {
+                "error": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
+                "error_type": "Backend",
+            },
+            {"object": "error", "message": "CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"},
+            {"detail": "failed to allocate CUDA0 buffer of size 1073741824"},
+        ],
+    )
+    async def test_it_is_known_by_its_words(self, document: object) -> None:
+        async def fail(_: httpx.Request) -> httpx.Response:
+            return answer_of(500, document)
+
+        async with door(fail) as gate:
+            gate.desk.outcomes = [granted(), failed(Failure.GPU_OOM, "answered_out_of_memory")]
+            answer = await gate.http.post("/v1/embeddings", json=EMBED)
+        assert answer.json()["error"]["code"] == "GPU_OOM"
+        (ending,) = gate.desk.ended
+        assert (ending.failure, ending.detail, ending.unsent) == (Failure.GPU_OOM, "answered_out_of_memory", True)
+
+    async def test_no_client_can_make_an_envelope_doubted(self) -> None:
+        """By writing the words into a prompt that a runtime repeats in its complaint."""
+
+        async def repeat(request: httpx.Request) -> httpx.Response:
+            return answer_of(500, {"error": {"message": f"cannot embed {json.loads(request.content)['input']}"}})
+
+        async with door(repeat) as gate:
+            gate.desk.outcomes = [granted(), failed(Failure.INVALID_OUTPUT, "http_status_500")]
+            await gate.http.post("/v1/embeddings", json={**EMBED, "input": "CUDA out of memory"})
+        (ending,) = gate.desk.ended
+        assert ending.failure is Failure.INVALID_OUTPUT
+
+    async def test_a_4xx_is_the_clients_whatever_it_says(self) -> None:
+        async def refuse(_: httpx.Request) -> httpx.Response:
+            return answer_of(400, {"error": {"message": "the image would be out of memory"}})
+
+        async with door(refuse) as gate:
+            answer = await gate.http.post("/v1/embeddings", json=EMBED)
+        assert answer.status_code == 400
+        assert gate.desk.ended[0].failure is None
+
+
+def failed(failure: Failure, detail: str, passage: Passage = STRAIGHT) -> Refused:
+    return Refused("req-1", None, failure, detail, None, passage)
 
 
 class TestEventStream:

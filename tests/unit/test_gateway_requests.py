@@ -270,11 +270,16 @@ class TestRefusals:
         assert (error.status, headers["x-should-retry"]) == (429, "false")
 
     @pytest.mark.parametrize("failure", list(Failure))
-    def test_every_failure_is_ours_and_passes(self, failure: Failure) -> None:
+    def test_every_failure_is_ours_and_says_whether_it_passes(self, failure: Failure) -> None:
         error = failure_error("req-1", failure, "detail", "emb@1")
         assert error.status in (503, 504)
-        assert error.retry_after is not None
+        mended = failure in (Failure.ARTIFACT_CORRUPT, Failure.INSUFFICIENT_SCHEDULABLE_VRAM)
+        headers = error.response().headers
+        assert ("retry-after" in headers) != mended
+        assert ("x-should-retry" in headers) == mended
         assert error.code == failure.value
+        assert "emb@1" in error.message
+        assert "emb@1" in failure_error("req-1", failure, "", "emb@1").message
 
     @pytest.mark.parametrize("cause", list(Cause))
     async def test_nothing_is_admitted(self, cause: Cause) -> None:

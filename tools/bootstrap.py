@@ -19,6 +19,7 @@ from gpuledger.adapters.ledger.sqlite import SqliteLedger
 from gpuledger.adapters.runtimes.config import RuntimeConfig, Task
 from gpuledger.adapters.runtimes.manager import RuntimeManager
 from gpuledger.adapters.telemetry.host import HostSource
+from gpuledger.adapters.telemetry.host_memory import HostMeter
 from gpuledger.adapters.telemetry.node import NodeTelemetry
 from gpuledger.adapters.telemetry.nvml import NvmlSource, probe
 from gpuledger.adapters.telemetry.source import Source
@@ -73,12 +74,12 @@ def open_parts(config: Config) -> Parts:
 
 def _sources(config: Config) -> list[Source]:
     accelerators = config.document.accelerators
+    limit = accelerators.host.memory_limit_bytes if isinstance(accelerators.host, HostEntry) else None
     sources: list[Source] = []
     if accelerators.host is not False:
-        limit = accelerators.host.memory_limit_bytes if isinstance(accelerators.host, HostEntry) else None
         sources.append(HostSource(config.document.node.id, limit_bytes=limit))
     if probe(config.nvml_library) if accelerators.nvml == "auto" else accelerators.nvml:
-        sources.append(NvmlSource(config.nvml_library))
+        sources.append(NvmlSource(config.nvml_library, host=HostMeter(limit_bytes=limit)))
     return sources
 
 
@@ -125,9 +126,9 @@ def services_of(config: Config) -> Mapping[str, Service]:
 
 
 def _service(runtimes: Sequence[RuntimeConfig]) -> Service:
-    return Service(
     task = runtimes[0].task
     hears = task is Task.TRANSCRIPTION
+    return Service(
         operations=_OPERATIONS[task],
         max_inputs=min(runtime.max_inputs for runtime in runtimes),
         max_images=min(runtime.max_images for runtime in runtimes),
@@ -203,6 +204,7 @@ def _spec(entry: DeploymentEntry, runtime: RuntimeConfig, facts: RuntimeFacts) -
         queue_limit=entry.queue_limit,
         residency=entry.residency,
         sleep=entry.sleep,
+        starts_alone=facts.starts_alone,
     )
 
 

@@ -1,4 +1,7 @@
-"""Why an accelerator could not be read: short typed codes for TelemetryFault (DRIVER_ERROR, semantics.md 8)."""
+"""The closed words of this package: why an accelerator could not be read, why its memory is nobody's, what ails it.
+
+The first are codes of a TelemetryFault (DRIVER_ERROR, semantics.md 8), the others fields of an AcceleratorReading.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,12 @@ class FaultCode(StrEnum):
 
     #: Figures contradict each other or cannot be: total 0, more used than there is (semantics.md 1).
     IMPOSSIBLE_FIGURES = "IMPOSSIBLE_FIGURES"
-    #: An integrated GPU answers so: it has no memory of its own to measure.
+    #: The driver does not tell the memory of a MIG instance. (A whole GPU that answers so has none of its own.)
     NOT_SUPPORTED = "NOT_SUPPORTED"
-    #: A partitioned GPU is its instances, which are not read yet; its parent must not be scheduled instead.
-    MIG_NOT_SUPPORTED_YET = "MIG_NOT_SUPPORTED_YET"
+    #: A compute instance beside another one in the same GPU instance: one memory, which is offered by the other.
+    MIG_MEMORY_SHARED = "MIG_MEMORY_SHARED"
+    #: A second GPU without memory of its own: one memory, which is offered by the first.
+    UNIFIED_MEMORY_SHARED = "UNIFIED_MEMORY_SHARED"
     #: The driver counts fewer cards than before, and this one is not among them.
     GPU_VANISHED = "GPU_VANISHED"
 
@@ -39,6 +44,28 @@ class FaultCode(StrEnum):
     PROCESSES_UNREADABLE = "PROCESSES_UNREADABLE"
     #: A defect of gpuledger; the log has the traceback.
     UNEXPECTED_ERROR = "UNEXPECTED_ERROR"
+
+
+class Blindness(StrEnum):
+    """Why what a process holds cannot be read on an accelerator: figures are ESTIMATED there (semantics.md 1)."""
+
+    #: The driver does not show its process lists, or shows one that cannot be.
+    PROCESS_LIST_UNREADABLE = "PROCESS_LIST_UNREADABLE"
+    #: In a container: the driver lists ids of the machine, and no process of ours is among them.
+    PID_NAMESPACE = "PID_NAMESPACE"
+    #: Our process is listed and its bytes are not: under WDDM, for managed memory, or figures that cannot be.
+    NO_PROCESS_BYTES = "NO_PROCESS_BYTES"
+
+
+class HealthCause(StrEnum):
+    """What a card itself counts as a fault. Beside these there is `XID_<n>` (xids.py)."""
+
+    #: A row of memory is broken and no spare one is left for it.
+    ROW_REMAP_FAILED = "ROW_REMAP_FAILED"
+    #: ECC errors that could not be corrected, since the driver was loaded.
+    ECC_UNCORRECTED = "ECC_UNCORRECTED"
+    #: A broken row will be replaced at the next reset of the card; the fault goes away by itself then.
+    ROW_REMAP_PENDING = "ROW_REMAP_PENDING"
 
 
 def fault(accelerator_id: str | None, code: str, health: Health | None = None) -> TelemetryFault:

@@ -11,6 +11,7 @@ from typing import Final
 
 from gpuledger.adapters.procfs import PROC
 from gpuledger.domain.ports import ManagedProcess, NodeReading
+from gpuledger.domain.state import Kind
 
 from .faults import FaultCode, faults_of
 from .processes import Forest, look
@@ -23,6 +24,9 @@ _logger = logging.getLogger(__name__)
 
 class NodeTelemetry:
     """The Telemetry of a node (semantics.md 1). What one source cannot tell does not blind the others.
+
+    One memory is offered once: where a GPU shares the host's (`unified`), the host's own domain is left out and told as
+    gone. That stays so while the GPU cannot be read, for it does not leave the machine: no GPU, no memory to schedule.
 
     Blocking: a sample takes milliseconds, and seconds where a driver has to wake a card. Both methods are for the one
     thread that the caller keeps for them.
@@ -40,6 +44,7 @@ class NodeTelemetry:
         self._monotonic_ns = monotonic_ns
         #: Accelerators that each source has shown so far: those that are not known when it fails.
         self._seen: tuple[set[str], ...] = tuple(set() for _ in self._sources)
+        self._unified = False
 
     def sample(self, managed: Sequence[ManagedProcess]) -> NodeReading:
         """Read every accelerator once. Never raises for a device's sake: faults are values.
@@ -57,11 +62,18 @@ class NodeTelemetry:
                 self._read(source, seen, forest) for source, seen in zip(self._sources, self._seen, strict=True)
             ]
         age_ns = self._monotonic_ns() - started_ns
+        accelerators = tuple(one for reading in readings for one in reading.accelerators)
+        self._unified = self._unified or any(one.unified for one in accelerators)
+        doubled = {one.accelerator_id for one in accelerators if self._unified and one.kind is Kind.HOST}
+        gone = (*(one for reading in readings for one in reading.gone), *sorted(doubled))
+        for seen in self._seen:
+            seen.difference_update(gone)
         return NodeReading(
-            accelerators=tuple(one for reading in readings for one in reading.accelerators),
+            accelerators=tuple(one for one in accelerators if one.accelerator_id not in doubled),
             faults=tuple(one for reading in readings for one in reading.faults),
             memory_bytes=next((one.memory_bytes for one in readings if one.memory_bytes is not None), None),
             age_ms=-(-age_ns // _NANOS_PER_MS),
+            gone=gone,
         )
 
     def close(self) -> None:

@@ -1,67 +1,63 @@
-"""GPUs by NVML (semantics.md 1): memory and processes of every card, read together, each card failing for itself.
+"""GPUs by NVML (semantics.md 1): memory and processes of every accelerator, read together, each failing for itself.
 
-Order of one reading: session (initialised at most every `retry_ms`), enumeration by UUID, then card by card
-partition mode, memory, process lists, health. Whatever NVML answers becomes a reading or a fault; nothing is carried
-over from an earlier sample but which cards and which processes there were.
+Order of one reading: session (initialised at most every `retry_ms`), Xids that came since, layout by UUID (cards, and
+the instances of partitioned ones), then for each accelerator memory, process lists, health. Whatever NVML answers
+becomes a reading or a fault; nothing is carried over from an earlier sample but which accelerators and processes there
+were, and which Xids a card has reported.
+
+A whole GPU that answers "not supported" to its memory has none but the host's, and is measured by the host's figures.
+A resident there holds what its processes hold of the host's memory and what NVML books under them, added up: what CUDA
+allocates is the driver's and in no process's resident set, and NVML books exactly that; what CUDA manages or the
+program allocates itself is in the resident set, and NVML does not book it. Where NVML keeps no list (Jetson) the former
+would be missing, so the sum is unknown.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
-from gpuledger.domain.ports import AcceleratorReading, ManagedReading, TelemetryFault
+from gpuledger.domain.ports import AcceleratorReading, HealthFault, ManagedReading, TelemetryFault
 from gpuledger.domain.state import Health, Kind
 from gpuledger.domain.units import MAX_INTEGER
 
 from . import nvml_binding as nvml
 from .faults import FaultCode, fault, faults_of
-from .nvml_binding import Device, DeviceMemory, DeviceProcess, NvmlBinding, NvmlError
+from .host_memory import HostMeter, HostUnreadable
+from .nvml_binding import DeviceMemory, NvmlBinding, NvmlError
+from .nvml_faults import code_of, fault_of, health_of
+from .nvml_health import HealthReader
+from .nvml_layout import LayoutReader, Place
+from .nvml_processes import Attribution, ProcessBook, read_lists
 from .nvml_session import NvmlSession
-from .processes import Forest, Owned, Tree
+from .nvml_xids import XidWatch, wall_us
+from .processes import Forest
 from .source import SourceReading
 
-#: PID_MAX_LIMIT of a 64-bit kernel. A mismatch of driver and binding once handed bytes over as pids.
-_MAX_PID: Final = 2**22
-
-#: The vendor's and the line's names say nothing that the model's does not; drivers have dropped and added them.
-_BRAND_WORDS: Final = frozenset({"nvidia", "tesla", "geforce"})
-
-_CODES: Final[Mapping[int, FaultCode]] = {
-    nvml.UNINITIALIZED: FaultCode.NVML_UNINITIALIZED,
-    nvml.NOT_SUPPORTED: FaultCode.NOT_SUPPORTED,
-    nvml.NO_PERMISSION: FaultCode.NVML_NO_PERMISSION,
-    nvml.DRIVER_NOT_LOADED: FaultCode.NVML_DRIVER_NOT_LOADED,
-    nvml.TIMEOUT: FaultCode.NVML_TIMEOUT,
-    nvml.LIBRARY_NOT_FOUND: FaultCode.NVML_LIBRARY_NOT_FOUND,
-    nvml.FUNCTION_NOT_FOUND: FaultCode.NVML_FUNCTION_NOT_FOUND,
-    nvml.GPU_IS_LOST: FaultCode.NVML_GPU_LOST,
-    nvml.RESET_REQUIRED: FaultCode.NVML_RESET_REQUIRED,
-    nvml.LIB_RM_VERSION_MISMATCH: FaultCode.NVML_VERSION_MISMATCH,
-    nvml.UNKNOWN: FaultCode.NVML_UNKNOWN,
-}
-#: What an error says of the card's health; the others say only that it could not be read.
-_HEALTH: Final[Mapping[int, Health]] = {nvml.GPU_IS_LOST: Health.LOST, nvml.RESET_REQUIRED: Health.FAILED}
-#: "This card, driver or container does not offer that": an answer, not a failure of the card.
-_NOT_OFFERED: Final = frozenset({nvml.NOT_SUPPORTED, nvml.FUNCTION_NOT_FOUND, nvml.NO_PERMISSION})
-
-_T = TypeVar("_T")
+#: The vendor's and the line's names say nothing that the model's does not (drivers have dropped and added them), nor
+#: does the word before a MIG profile.
+_EMPTY_WORDS: Final = frozenset({"nvidia", "tesla", "geforce", "mig"})
+_HEALTHY: Final = HealthFault(Health.HEALTHY, "", 0)
 
 
 def gpu_class(device_name: str) -> str:
     """The class that envelopes are measured for, from a device's name: lower case, brand dropped, joined by dashes.
 
+    The name of a MIG instance is that of its card and of its profile.
+
     >>> gpu_class("NVIDIA GeForce RTX 3090"), gpu_class("NVIDIA H200"), gpu_class("Tesla T4")
     ('rtx-3090', 'h200', 't4')
     >>> gpu_class("NVIDIA A100-SXM4-40GB"), gpu_class("NVIDIA RTX 6000 Ada Generation")
     ('a100-sxm4-40gb', 'rtx-6000-ada-generation')
+    >>> gpu_class("NVIDIA A100-SXM4-40GB MIG 1g.5gb"), gpu_class("NVIDIA GB10")
+    ('a100-sxm4-40gb-1g-5gb', 'gb10')
     """
     words = re.findall(r"[a-z0-9]+", device_name.lower())
-    return "-".join(word for word in words if word not in _BRAND_WORDS) or "unknown-gpu"
+    return "-".join(word for word in words if word not in _EMPTY_WORDS) or "unknown-gpu"
 
 
 def probe(library: str | None = None, sys_root: Path = Path("/sys")) -> bool:
@@ -96,7 +92,7 @@ def _card_on_bus(sys_root: Path) -> bool:
 
 
 class _Unusable(Exception):
-    """A card answered, and what it said cannot be used."""
+    """An accelerator answered, and what it said cannot be used."""
 
     def __init__(self, code: FaultCode) -> None:
         super().__init__(code)
@@ -104,21 +100,14 @@ class _Unusable(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Card:
-    """A card as it was found in this sample."""
+class _Measured:
+    """The memory of one accelerator in this sample, and whose it is."""
 
-    uuid: str
-    index: int
-    name: str
-    device: Device
-
-
-@dataclass(frozen=True, slots=True)
-class _Listing:
-    """The process lists of a card merged by pid. `compute` are those that run kernels, MPS clients among them."""
-
-    used_bytes: Mapping[int, int | None]
-    compute: frozenset[int]
+    total_bytes: int
+    used_bytes: int
+    managed: tuple[ManagedReading, ...]
+    attribution: Attribution
+    unified: bool = False
 
 
 class NvmlSource:
@@ -128,197 +117,130 @@ class NvmlSource:
         self,
         library: str | None = None,
         *,
+        host: HostMeter | None = None,
         retry_ms: int = 5_000,
         refresh_ms: int = 60_000,
         monotonic_ns: Callable[[], int] = time.monotonic_ns,
+        clock_us: Callable[[], int] = wall_us,
     ) -> None:
         """`library`: configuration key `nvml_library`, a path instead of what the loader finds.
 
-        A session is begun at most every `retry_ms`. While a card is gone and others answer, it is begun anew only
-        every `refresh_ms`: without persistence mode that re-initialises the healthy cards, for seconds.
+        `host` measures a GPU that has no memory but the host's. A session is begun at most every `retry_ms`. While a
+        card is gone and others answer, it is begun anew only every `refresh_ms`: without persistence mode that
+        re-initialises the healthy cards, for seconds. `clock_us`: marks of Xids.
         """
         self._session = NvmlSession(NvmlBinding(library), retry_ms, refresh_ms, monotonic_ns)
         self._binding = self._session.binding
-        #: uuid -> index at which it was last found.
-        self._known: dict[str, int] = {}
-        #: uuid -> pid -> whose it was in the sample before.
-        self._owned: dict[str, dict[int, Owned]] = {}
+        self._host = HostMeter() if host is None else host
+        self._layouts = LayoutReader(self._binding)
+        self._xids = XidWatch(self._binding, clock_us)
+        self._health = HealthReader(self._binding, self._xids)
+        self._book = ProcessBook()
+        #: The one accelerator that stands for the host's memory.
+        self._unified: str | None = None
 
     def read(self, forest: Forest) -> SourceReading:
-        """Every card, each as a reading or as a fault; cards that were seen once and are missing are faults too."""
+        """Every accelerator, each as a reading or as a fault; those that were seen once and are missing are faults too.
+
+        `memory_bytes` of the node where a GPU stands for its memory.
+        """
         try:
             driver_version = self._session.begin()
-            cards, faults = self._enumerate()
+            self._xids.drain(self._session.number)
+            layout = self._layouts.read()
         except NvmlError as error:
             self._session.abandon(error)
-            return SourceReading(faults=faults_of(sorted(self._known), _code(error), _HEALTH.get(error.code)))
+            return SourceReading(faults=faults_of(self._layouts.known(), code_of(error), health_of(error)))
+        self._xids.follow(layout)
+        self._health.begin()
+        self._book.forget(layout.gone)
         readings: list[AcceleratorReading] = []
-        failing = bool(faults)
-        for card in cards:
+        faults: list[TelemetryFault] = list(layout.faults)
+        failing = layout.failing
+        for place in layout.places:
             try:
-                readings.append(self._read_card(card, driver_version, forest))
+                readings.append(self._read(place, driver_version, forest))
             except NvmlError as error:
-                faults.append(_fault(card.uuid, error))
-                failing = failing or error.code not in _NOT_OFFERED
+                faults.append(fault_of(place.accelerator_id, error))
+                failing = failing or error.code not in nvml.NOT_OFFERED
             except _Unusable as error:
-                faults.append(fault(card.uuid, error.code))
+                faults.append(fault(place.accelerator_id, error.code))
         self._session.judge(failing=failing, others_answer=bool(readings))
-        return SourceReading(tuple(readings), tuple(faults))
+        return SourceReading(
+            accelerators=tuple(readings),
+            faults=tuple(faults),
+            memory_bytes=next((one.total_bytes for one in readings if one.unified), None),
+            gone=layout.gone,
+        )
 
     def close(self) -> None:
         self._session.binding.close()
 
-    # ---- which cards ----
+    # ---- one accelerator ----
 
-    def _enumerate(self) -> tuple[list[_Card], list[TelemetryFault]]:
-        """The cards that answer, and a fault for each that does not: an index that errs is the card last seen there."""
-        cards: list[_Card] = []
-        silent: dict[int, NvmlError] = {}
-        for index in range(self._binding.device_count()):
-            try:
-                device = self._binding.device(index)
-                cards.append(_Card(self._binding.uuid(device), index, self._binding.name(device), device))
-            except NvmlError as error:
-                silent[index] = error
-        found = {card.uuid: card.index for card in cards}
-        faults = [
-            _fault(uuid, silent.pop(index)) if index in silent else fault(uuid, FaultCode.GPU_VANISHED, Health.LOST)
-            for uuid, index in sorted(self._known.items())
-            if uuid not in found
-        ]
-        faults += [_fault(None, error) for error in silent.values()]
-        self._known.update(found)
-        return cards, faults
-
-    # ---- one card ----
-
-    def _read_card(self, card: _Card, driver_version: str, forest: Forest) -> AcceleratorReading:
+    def _read(self, place: Place, driver_version: str, forest: Forest) -> AcceleratorReading:
         """Raises NvmlError, _Unusable."""
-        if self._partitioned(card.device):
-            raise _Unusable(FaultCode.MIG_NOT_SUPPORTED_YET)
-        memory = self._binding.memory(card.device)
-        if _impossible(memory):
-            raise _Unusable(FaultCode.IMPOSSIBLE_FIGURES)
-        listing = self._processes(card.device, memory.total_bytes)
-        owned = self._attribute(card.uuid, listing, forest)
-        health, cause = self._health(card.device)
+        measured = self._measure(place, forest)
+        worst, *further = self._health.faults(place) or (_HEALTHY,)
+        blind = measured.attribution.blind
         return AcceleratorReading(
-            accelerator_id=card.uuid,
-            index=card.index,
+            accelerator_id=place.accelerator_id,
+            index=place.index,
             kind=Kind.GPU,
-            gpu_class=gpu_class(card.name),
-            device_name=card.name,
+            gpu_class=gpu_class(place.name),
+            device_name=place.name,
             driver_version=driver_version,
-            total_bytes=memory.total_bytes,
-            used_bytes=memory.total_bytes - memory.free_bytes,
-            health=health,
-            managed=tuple(_managed_reading(tree, listing, owned, forest.host_pids) for tree in forest.on(card.uuid)),
-            foreign_processes=0 if listing is None else len(listing.compute - owned.keys()),
-            health_cause=cause,
+            total_bytes=measured.total_bytes,
+            used_bytes=measured.used_bytes,
+            health=worst.health,
+            managed=measured.managed,
+            foreign_processes=measured.attribution.foreign,
+            health_cause=worst.cause,
+            health_mark=worst.mark,
+            unified=measured.unified,
+            blind=None if blind is None else str(blind),
+            further_faults=tuple(further),
         )
 
-    def _partitioned(self, device: Device) -> bool:
-        """A card that may not say whether it is partitioned is not taken for whole: NO_PERMISSION is raised on."""
+    def _measure(self, place: Place, forest: Forest) -> _Measured:
         try:
-            return self._binding.mig_enabled(device)
+            memory = self._binding.memory(place.device)
         except NvmlError as error:
-            if error.code in (nvml.NOT_SUPPORTED, nvml.FUNCTION_NOT_FOUND):
-                return False
+            if error.code == nvml.NOT_SUPPORTED and place.instance is None:
+                return self._measure_unified(place, forest)
             raise
+        if _impossible(memory):
+            raise _Unusable(FaultCode.IMPOSSIBLE_FIGURES)
+        attribution = self._attribute(place, memory.total_bytes, forest)
+        managed = (ManagedReading(one.tree.resident_id, one.tree.alive, one.used_bytes) for one in attribution.held)
+        return _Measured(memory.total_bytes, memory.total_bytes - memory.free_bytes, tuple(managed), attribution)
 
-    def _processes(self, device: Device, total_bytes: int) -> _Listing | None:
-        """The lists of a card, or None where it does not tell. Lists it does not keep are empty.
+    def _measure_unified(self, place: Place, forest: Forest) -> _Measured:
+        """By the host's figures, and for one card only: two would offer the same memory twice. Raises _Unusable."""
+        if self._unified not in (None, place.accelerator_id):
+            raise _Unusable(FaultCode.UNIFIED_MEMORY_SHARED)
+        self._unified = place.accelerator_id
+        try:
+            memory = self._host.read(forest.on(place.accelerator_id), with_device=True)
+        except HostUnreadable:
+            raise _Unusable(FaultCode.HOST_UNREADABLE) from None
+        attribution = self._attribute(place, memory.total_bytes, forest)
+        managed = (
+            ManagedReading(
+                one.tree.resident_id,
+                one.tree.alive,
+                None if one.used_bytes is None else one.used_bytes + memory.held_bytes[one.tree.resident_id],
+            )
+            for one in attribution.held
+        )
+        return _Measured(memory.total_bytes, memory.used_bytes, tuple(managed), attribution, unified=True)
 
-        A pid that cannot be one makes the whole list unreadable, bytes beyond the card make that figure unreadable.
-        """
-        compute = _offered(self._binding.compute_processes, device)
-        if compute is None:
-            return None
-        mps = _offered(self._binding.mps_processes, device) or ()
-        graphics = _offered(self._binding.graphics_processes, device) or ()
-        merged: dict[int, int | None] = {}
-        for process in (*compute, *mps, *graphics):
-            if not 0 < process.pid <= _MAX_PID:
-                return None
-            merged[process.pid] = _greater(merged.get(process.pid), _plausible(process, total_bytes))
-        return _Listing(merged, frozenset(process.pid for process in (*compute, *mps)))
-
-    def _attribute(self, uuid: str, listing: _Listing | None, forest: Forest) -> dict[int, Owned]:
-        """pid -> whose it is, of what the card lists.
-
-        A member that has ended is still listed while the driver takes its memory back; until then it stays whose it
-        was, unless somebody else has its pid.
-        """
-        if listing is None:
-            return {}
-        residents = {tree.resident_id for tree in forest.trees}
-        owners = {
-            pid: owned
-            for pid, owned in self._owned.get(uuid, {}).items()
-            if owned.resident_id in residents and forest.may_still_hold(owned.process)
-        }
-        owners.update(forest.owners())
-        self._owned[uuid] = {pid: owners[pid] for pid in listing.used_bytes if pid in owners}
-        return self._owned[uuid]
-
-    def _health(self, device: Device) -> tuple[Health, str]:
-        """Health with its cause, from what the card counts itself; cards that do not count are taken for healthy."""
-        rows = _offered(self._binding.remapped_rows, device)
-        if rows is not None and rows.failed:
-            return Health.FAILED, "ROW_REMAP_FAILED"
-        if rows is not None and rows.pending:
-            return Health.DEGRADED, "ROW_REMAP_PENDING"
-        if _offered(self._binding.uncorrected_errors, device):
-            return Health.DEGRADED, "ECC_UNCORRECTED"
-        return Health.HEALTHY, ""
-
-
-def _offered(call: Callable[[Device], _T], device: Device) -> _T | None:
-    """The answer, or None where this is not offered. Raises NvmlError for everything else."""
-    try:
-        return call(device)
-    except NvmlError as error:
-        if error.code in _NOT_OFFERED:
-            return None
-        raise
-
-
-def _managed_reading(
-    tree: Tree, listing: _Listing | None, owned: Mapping[int, Owned], host_pids: bool
-) -> ManagedReading:
-    """What the card books under the tree's members: their sum, None where any of it cannot be read."""
-    if listing is None:
-        return ManagedReading(tree.resident_id, tree.alive, None)
-    figures = [
-        used for pid, used in listing.used_bytes.items() if pid in owned and owned[pid].resident_id == tree.resident_id
-    ]
-    if not figures and tree.alive and not host_pids:
-        # In a container most drivers list ids of the machine, which are not ours: unknown is not 0.
-        return ManagedReading(tree.resident_id, tree.alive, None)
-    known = [figure for figure in figures if figure is not None]
-    return ManagedReading(tree.resident_id, tree.alive, sum(known) if len(known) == len(figures) else None)
+    def _attribute(self, place: Place, total_bytes: int, forest: Forest) -> Attribution:
+        listing = read_lists(self._binding, place.device, total_bytes)
+        return self._book.attribute(place.accelerator_id, listing, forest)
 
 
 def _impossible(memory: DeviceMemory) -> bool:
     """Some driver returned success with such figures (runtimes.md)."""
     within = 0 < memory.total_bytes <= MAX_INTEGER
     return not within or memory.free_bytes > memory.total_bytes or memory.used_bytes > memory.total_bytes
-
-
-def _plausible(process: DeviceProcess, total_bytes: int) -> int | None:
-    used = process.used_bytes
-    return used if used is not None and used <= total_bytes else None
-
-
-def _greater(one: int | None, other: int | None) -> int | None:
-    """A process in two lists has the same memory in both; one of them may not tell."""
-    known = [figure for figure in (one, other) if figure is not None]
-    return max(known, default=None)
-
-
-def _code(error: NvmlError) -> str:
-    return _CODES.get(error.code, f"NVML_ERROR_{error.code}")
-
-
-def _fault(uuid: str | None, error: NvmlError) -> TelemetryFault:
-    return fault(uuid, _code(error), _HEALTH.get(error.code))

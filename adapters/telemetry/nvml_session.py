@@ -19,6 +19,8 @@ class NvmlSession:
 
     def __init__(self, binding: NvmlBinding, retry_ms: int, refresh_ms: int, monotonic_ns: Callable[[], int]) -> None:
         self.binding = binding
+        #: Counts sessions: what a driver handed out is good in the one in which it did.
+        self.number = 0
         self._retry_ns = retry_ms * _NANOS_PER_MS
         self._refresh_ns = refresh_ms * _NANOS_PER_MS
         self._monotonic_ns = monotonic_ns
@@ -39,6 +41,7 @@ class NvmlSession:
             raise self._error
         self._retry_at_ns = now_ns + self._retry_ns
         self.binding.open()
+        self.number += 1
         self._driver_version = self.binding.driver_version()
         return self._driver_version
 

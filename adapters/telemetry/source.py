@@ -12,11 +12,15 @@ from .processes import Forest
 
 @dataclass(frozen=True, slots=True)
 class SourceReading:
-    """What one source saw in one sample. `memory_bytes`: of the node, from the one source that knows it."""
+    """What one source saw in one sample. `memory_bytes`: of the node, from a source that knows it.
+
+    `gone`: as of a NodeReading; told in every sample, whether or not it was heard of before.
+    """
 
     accelerators: tuple[AcceleratorReading, ...] = ()
     faults: tuple[TelemetryFault, ...] = ()
     memory_bytes: int | None = None
+    gone: tuple[str, ...] = ()
 
 
 class Source(Protocol):

@@ -148,21 +148,6 @@ def test_a_total_that_changed_is_reported_as_it_is_now(bench: Bench) -> None:
     assert bench.reading().total_bytes == 20 * GIB
 
 
-@pytest.mark.parametrize(
-    ("card", "health", "cause"),
-    [
-        (replace(ONE, ecc_errors=0, remap=(False, False)), Health.HEALTHY, ""),
-        (replace(ONE, ecc_errors=1), Health.DEGRADED, "ECC_UNCORRECTED"),
-        (replace(ONE, remap=(True, False)), Health.DEGRADED, "ROW_REMAP_PENDING"),
-        (replace(ONE, ecc_errors=1, remap=(True, True)), Health.FAILED, "ROW_REMAP_FAILED"),
-    ],
-)
-def test_health_is_what_the_card_counts(bench: Bench, card: ShimCard, health: Health, cause: str) -> None:
-    bench.shim.set([card])
-    reading = bench.reading()
-    assert (reading.health, reading.health_cause) == (health, cause)
-
-
 # ---- figures that cannot be used --------------------------------------------------------------------------------
 
 
@@ -187,9 +172,7 @@ def test_impossible_figures_are_a_fault_of_their_card_alone(bench: Bench, card: 
 @pytest.mark.parametrize(
     ("card", "code"),
     [
-        (replace(ONE, memory_error=3), "NOT_SUPPORTED"),
         (replace(ONE, memory_error=4), "NVML_NO_PERMISSION"),
-        (replace(ONE, mig=1), "MIG_NOT_SUPPORTED_YET"),
         (replace(ONE, mig=4), "NVML_NO_PERMISSION"),
         (replace(ONE, memory_error=16), "NVML_RESET_REQUIRED"),
         (replace(ONE, process_error=999), "NVML_UNKNOWN"),
@@ -485,7 +468,7 @@ def test_a_lost_card_is_looked_for_anew_less_often_while_others_answer(bench: Be
     ("first", "later"),
     [
         pytest.param(replace(ONE, error=15), ONE, id="it came back by itself"),
-        pytest.param(replace(ONE, memory_error=3), replace(ONE, memory_error=3), id="it will never answer"),
+        pytest.param(replace(ONE, memory_error=4), replace(ONE, memory_error=4), id="it will never answer"),
         pytest.param(replace(ONE, mig=1), replace(ONE, mig=1), id="it is partitioned"),
     ],
 )

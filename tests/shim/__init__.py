@@ -36,10 +36,47 @@ class ShimProcess:
 
 
 @dataclass(frozen=True, slots=True)
+class ShimXid:
+    """An Xid; `gpu_instance` None: not of one instance."""
+
+    code: int
+    gpu_instance: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ShimInstance:
+    """A MIG instance of a card. Where there is none in a slot, nobody is found."""
+
+    uuid: str
+    gpu_instance: int
+    compute_instance: int = 0
+    slot: int = 0
+    name: str = "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
+    total_bytes: int = 5 * GIB
+    used_bytes: int = 0
+    processes: tuple[ShimProcess, ...] = ()
+    error: int = 0
+    memory_error: int = 0
+    process_error: int = 0
+
+    def lines(self) -> list[str]:
+        """Its part of the state file, after that of its card."""
+        return [
+            f"instance {self.slot} {self.gpu_instance} {self.compute_instance} {self.uuid}",
+            f"name {self.name}",
+            *_memory(self.total_bytes, self.used_bytes, None),
+            *_errors(self.error, self.memory_error, self.process_error),
+            *(_line(one) for one in self.processes),
+        ]
+
+
+@dataclass(frozen=True, slots=True)
 class ShimCard:
     """A card. `free_bytes` None: total - used. What it has None of further down is not supported.
 
     `mig` is 0 or 1, or the error that asking for it answers; `remap` is (pending, failed).
+    `event_error`, `wait_error`: what registering for Xids, and waiting for them, answers. `xids`: all that happened so
+    far, the oldest first.
     """
 
     uuid: str
@@ -53,22 +90,42 @@ class ShimCard:
     process_error: int = 0
     mig: int | None = None
     ecc_errors: int | None = None
+    ecc_lifetime: int | None = None
     remap: tuple[bool, bool] | None = None
+    remapped_rows: int = 0
     persistence: bool | None = None
+    event_error: int = 0
+    wait_error: int = 0
+    xids: tuple[ShimXid, ...] = ()
+    instances: tuple[ShimInstance, ...] = ()
 
     def lines(self) -> list[str]:
         """Its part of the state file (nvml_shim.c)."""
-        free_bytes = self.total_bytes - self.used_bytes if self.free_bytes is None else self.free_bytes
         lines = [f"card {self.uuid}", f"name {self.name}"]
-        lines += [f"total {self.total_bytes}", f"used {self.used_bytes}", f"free {free_bytes}"]
-        lines += [f"error {self.error}", f"memory_error {self.memory_error}", f"process_error {self.process_error}"]
+        lines += _memory(self.total_bytes, self.used_bytes, self.free_bytes)
+        lines += _errors(self.error, self.memory_error, self.process_error)
+        lines += [f"events {self.event_error}", f"wait {self.wait_error}"]
         lines += [] if self.mig is None else [f"mig {self.mig}"]
         lines += [] if self.ecc_errors is None else [f"ecc {self.ecc_errors}"]
-        lines += [] if self.remap is None else [f"remap {self.remap[0]:d} {self.remap[1]:d}"]
+        lines += [] if self.ecc_lifetime is None else [f"lifetime {self.ecc_lifetime}"]
+        lines += [] if self.remap is None else [f"remap {self.remap[0]:d} {self.remap[1]:d} {self.remapped_rows}"]
         lines += [] if self.persistence is None else [f"persistence {self.persistence:d}"]
-        for one in self.processes:
-            lines.append(f"process {one.kind} {one.pid} {'-' if one.used_bytes is None else one.used_bytes}")
-        return lines
+        lines += [f"xid {xid.code} {'-' if xid.gpu_instance is None else xid.gpu_instance}" for xid in self.xids]
+        lines += [_line(one) for one in self.processes]
+        return [*lines, *(line for one in self.instances for line in one.lines())]
+
+
+def _memory(total_bytes: int, used_bytes: int, free_bytes: int | None) -> list[str]:
+    free_bytes = total_bytes - used_bytes if free_bytes is None else free_bytes
+    return [f"total {total_bytes}", f"used {used_bytes}", f"free {free_bytes}"]
+
+
+def _errors(error: int, memory_error: int, process_error: int) -> list[str]:
+    return [f"error {error}", f"memory_error {memory_error}", f"process_error {process_error}"]
+
+
+def _line(one: ShimProcess) -> str:
+    return f"process {one.kind} {one.pid} {'-' if one.used_bytes is None else one.used_bytes}"
 
 
 class NvmlShim:

@@ -10,9 +10,15 @@
  *       name TEXT, total N, used N, free N
  *       error CODE, memory_error CODE, process_error CODE     what all its calls, or those, answer
  *       persistence 0|1                                       not supported when left out
- *       mig 0|1, ecc COUNT, remap PENDING FAILED              not supported when left out, as on a desktop's card;
- *                                                             mig beyond 1 is what is answered instead
+ *       mig 0|1, ecc COUNT, lifetime COUNT,                   not supported when left out, as on a desktop's card;
+ *       remap PENDING FAILED ROWS                             mig beyond 1 is what is answered instead
  *       process LIST PID BYTES                                compute, graphics or mps; - for bytes that are withheld
+ *       events CODE, wait CODE                                what registering for events, or waiting for them, answers
+ *       xid CODE GI                                           one that happened, the oldest first; - for no instance.
+ *                                                             A set delivers what came after it was registered
+ *     instance SLOT GI CI UUID   a MIG instance of the card before it; the lines up to the next are about it, as for a card
+ *
+ * A handle of an instance that is no more answers "invalid argument". There are few event sets: a leak of them is seen.
  *
  * The calls and structures are those of driver 510 and later, as nvml.h documents them.
  */
@@ -24,8 +30,8 @@
 #define SHIM_BUILD 1
 #endif
 
-enum { OK = 0, UNINITIALIZED = 1, INVALID = 2, UNSUPPORTED = 3, NOT_FOUND = 6, TOO_SMALL = 7, NOT_LOADED = 9, MISMATCH = 18, UNKNOWN = 999 };
-enum { MAX_CARDS = 16, MAX_PROCESSES = 64 };
+enum { OK = 0, UNINITIALIZED = 1, INVALID = 2, UNSUPPORTED = 3, NOT_FOUND = 6, TOO_SMALL = 7, NOT_LOADED = 9, TIMEOUT = 10, LOST = 15, MISMATCH = 18, NO_RESOURCES = 23, UNKNOWN = 999 };
+enum { MAX_CARDS = 64, MAX_PROCESSES = 64, MAX_XIDS = 256, MAX_SETS = 8, MIG_SLOTS = 7 };
 enum list { COMPUTE, GRAPHICS, MPS };
 
 typedef unsigned long long u64;
@@ -34,12 +40,18 @@ typedef struct { u64 total, free, used; } memory_v1;
 typedef struct { unsigned version; u64 total, reserved, free, used; } memory_v2;
 typedef struct { char legacy[16]; unsigned domain, bus, device, pci_device, pci_subsystem; char id[32]; } pci_info;
 
+typedef struct { void *device; u64 type, data; unsigned gpu_instance, compute_instance; } event_data;
+
 typedef struct {
     char uuid[96], name[96];
-    int error, memory_error, process_error, mig, pending, failed, persistence;
-    long long ecc;
+    int parent, slot; /* of an instance: its card, and where on it; -1 */
+    unsigned gpu_instance, compute_instance;
+    int error, memory_error, process_error, mig, pending, failed, rows, persistence, events, wait;
+    long long ecc, lifetime;
     u64 total, used, free;
-    int process_count;
+    int process_count, xid_count;
+    u64 xids[MAX_XIDS];
+    unsigned hit[MAX_XIDS];
     enum list lists[MAX_PROCESSES];
     process_info processes[MAX_PROCESSES];
 } card;
@@ -61,8 +73,18 @@ static void read_line(state *all, const char *key, const char *value) {
     else if (!strcmp(key, "card") && all->card_count < MAX_CARDS) {
         one = &all->cards[all->card_count++];
         memset(one, 0, sizeof *one);
-        one->mig = one->pending = one->persistence = one->ecc = -1; /* not offered, as on a desktop card */
+        one->mig = one->pending = one->persistence = one->ecc = one->lifetime = -1; /* not offered, as on a desktop card */
+        one->parent = one->slot = -1;
+        one->gpu_instance = one->compute_instance = ~0U;
         snprintf(one->uuid, sizeof one->uuid, "%s", value);
+    }
+    else if (!strcmp(key, "instance") && one && all->card_count < MAX_CARDS) {
+        int parent = one->parent < 0 ? all->card_count - 1 : one->parent;
+        one = &all->cards[all->card_count++];
+        memset(one, 0, sizeof *one);
+        one->parent = parent;
+        one->mig = one->pending = one->persistence = one->ecc = one->lifetime = -1;
+        sscanf(value, "%d %u %u %95s", &one->slot, &one->gpu_instance, &one->compute_instance, one->uuid);
     }
     else if (!one) return;
     else if (!strcmp(key, "name")) snprintf(one->name, sizeof one->name, "%s", value);
@@ -72,7 +94,15 @@ static void read_line(state *all, const char *key, const char *value) {
     else if (!strcmp(key, "mig")) one->mig = atoi(value);
     else if (!strcmp(key, "persistence")) one->persistence = atoi(value);
     else if (!strcmp(key, "ecc")) one->ecc = atoll(value);
-    else if (!strcmp(key, "remap")) sscanf(value, "%d %d", &one->pending, &one->failed);
+    else if (!strcmp(key, "lifetime")) one->lifetime = atoll(value);
+    else if (!strcmp(key, "remap")) sscanf(value, "%d %d %d", &one->pending, &one->failed, &one->rows);
+    else if (!strcmp(key, "events")) one->events = atoi(value);
+    else if (!strcmp(key, "wait")) one->wait = atoi(value);
+    else if (!strcmp(key, "xid") && one->xid_count < MAX_XIDS) {
+        char instance[16];
+        sscanf(value, "%llu %15s", &one->xids[one->xid_count], instance);
+        one->hit[one->xid_count++] = strcmp(instance, "-") ? (unsigned)atoi(instance) : ~0U;
+    }
     else if (!strcmp(key, "total")) one->total = strtoull(value, NULL, 10);
     else if (!strcmp(key, "used")) one->used = strtoull(value, NULL, 10);
     else if (!strcmp(key, "free")) one->free = strtoull(value, NULL, 10);
@@ -81,7 +111,8 @@ static void read_line(state *all, const char *key, const char *value) {
         process_info *process = &one->processes[one->process_count];
         sscanf(value, "%15s %u %31s", list, &process->pid, bytes);
         process->used = strcmp(bytes, "-") ? strtoull(bytes, NULL, 10) : ~0ULL; /* NVML_VALUE_NOT_AVAILABLE */
-        process->gpu_instance = process->compute_instance = ~0U;
+        process->gpu_instance = one->gpu_instance;
+        process->compute_instance = one->compute_instance;
         one->lists[one->process_count++] = !strcmp(list, "graphics") ? GRAPHICS : !strcmp(list, "mps") ? MPS : COMPUTE;
     }
 }
@@ -123,7 +154,7 @@ static int find(const char *handle, card **found) {
     if (code) return code;
     for (int i = 0; i < all->card_count; i++)
         if (!strcmp(all->cards[i].uuid, handle)) { *found = &all->cards[i]; return all->cards[i].error; }
-    return 15; /* the card of this handle is gone */
+    return strncmp(handle, "MIG-", 4) ? LOST : INVALID; /* the card, or the instance, of this handle is gone */
 }
 
 int nvmlInitWithFlags(unsigned flags) {
@@ -143,20 +174,25 @@ static int text(const char *from, char *to, unsigned size) {
     return (unsigned)snprintf(to, size, "%s", from) < size ? OK : TOO_SMALL;
 }
 int nvmlSystemGetDriverVersion(char *to, unsigned size) { state *all = now(); int code = check(all); return code ? code : text(all->driver, to, size); }
-int nvmlDeviceGetCount_v2(unsigned *count) { state *all = now(); *count = all->card_count; return check(all); }
+int nvmlDeviceGetCount_v2(unsigned *count) {
+    state *all = now();
+    *count = 0;
+    for (int i = 0; i < all->card_count; i++) *count += all->cards[i].parent < 0;
+    return check(all);
+}
 
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, char **handle) {
     state *all = now();
     int code = check(all);
     if (code) return code;
-    if (index >= (unsigned)all->card_count) return INVALID;
-    *handle = handle_of(all->cards[index].uuid);
-    return all->cards[index].error;
+    for (int i = 0; i < all->card_count; i++)
+        if (all->cards[i].parent < 0 && !index--) { *handle = handle_of(all->cards[i].uuid); return all->cards[i].error; }
+    return INVALID;
 }
 int nvmlDeviceGetHandleByUUID(const char *uuid, char **handle) {
     card *one;
     int code = find(uuid, &one);
-    if (code == 15) return NOT_FOUND;
+    if (code == LOST) return NOT_FOUND;
     *handle = handle_of(uuid);
     return code;
 }
@@ -224,17 +260,87 @@ int nvmlDeviceGetEccMode(char *handle, unsigned *current, unsigned *pending) {
 int nvmlDeviceGetTotalEccErrors(char *handle, int type, int counter, u64 *count) {
     card *one;
     int code = find(handle, &one);
-    (void)counter;
-    if (code || one->ecc < 0) return code ? code : UNSUPPORTED;
-    *count = type == 1 ? (u64)one->ecc : 0;
+    if (code || (counter ? one->lifetime : one->ecc) < 0) return code ? code : UNSUPPORTED;
+    *count = type == 1 ? (u64)(counter ? one->lifetime : one->ecc) : 0;
     return OK;
 }
 int nvmlDeviceGetRemappedRows(char *handle, unsigned *corrected, unsigned *uncorrected, unsigned *pending, unsigned *failed) {
     card *one;
     int code = find(handle, &one);
     if (code || one->pending < 0) return code ? code : UNSUPPORTED;
-    *corrected = *uncorrected = 0;
+    *corrected = 0;
+    *uncorrected = one->rows;
     *pending = one->pending;
     *failed = one->failed;
     return OK;
+}
+
+int nvmlDeviceGetMaxMigDeviceCount(char *handle, unsigned *count) {
+    card *one;
+    int code = find(handle, &one);
+    *count = !code && one->mig > 0 ? MIG_SLOTS : 0;
+    return code;
+}
+int nvmlDeviceGetMigDeviceHandleByIndex(char *handle, unsigned slot, char **instance) {
+    card *one;
+    int code = find(handle, &one);
+    if (code) return code;
+    state *all = now();
+    for (int i = 0; i < all->card_count; i++) {
+        card *other = &all->cards[i];
+        if (other->parent < 0 || other->slot != (int)slot || strcmp(all->cards[other->parent].uuid, handle)) continue;
+        *instance = handle_of(other->uuid);
+        return other->error;
+    }
+    return NOT_FOUND;
+}
+int nvmlDeviceGetGpuInstanceId(char *handle, unsigned *id) {
+    card *one;
+    int code = find(handle, &one);
+    if (code || one->parent < 0) return code ? code : INVALID;
+    *id = one->gpu_instance;
+    return OK;
+}
+int nvmlDeviceGetComputeInstanceId(char *handle, unsigned *id) {
+    card *one;
+    int code = find(handle, &one);
+    if (code || one->parent < 0) return code ? code : INVALID;
+    *id = one->compute_instance;
+    return OK;
+}
+
+/* Shutting down does not free them, as no document says that it does. */
+static struct { int taken, delivered; char *device; } sets[MAX_SETS];
+
+int nvmlEventSetCreate(void **set) {
+    int code = check(now());
+    if (code) return code;
+    for (int i = 0; i < MAX_SETS; i++)
+        if (!sets[i].taken) { memset(&sets[i], 0, sizeof sets[i]); sets[i].taken = 1; *set = &sets[i]; return OK; }
+    return NO_RESOURCES;
+}
+int nvmlDeviceRegisterEvents(char *handle, u64 types, void *set) {
+    card *one;
+    int code = find(handle, &one), i = (int)((char *)set - (char *)sets) / (int)sizeof sets[0];
+    if (code || (code = one->events)) return code;
+    if (types != 8 || one->parent >= 0) return INVALID; /* XidCriticalError alone, of a card */
+    sets[i].device = handle;
+    sets[i].delivered = one->xid_count;
+    return OK;
+}
+int nvmlEventSetWait_v2(void *set, event_data *event, unsigned timeout_ms) {
+    int i = (int)((char *)set - (char *)sets) / (int)sizeof sets[0];
+    card *one;
+    int code = find(sets[i].device, &one);
+    (void)timeout_ms;
+    if (code || (code = one->wait)) return code;
+    if (sets[i].delivered >= one->xid_count) return TIMEOUT;
+    int next = sets[i].delivered++;
+    *event = (event_data){sets[i].device, 8, one->xids[next], one->hit[next], ~0U};
+    return OK;
+}
+int nvmlEventSetFree(void *set) {
+    int code = check(now()), i = (int)((char *)set - (char *)sets) / (int)sizeof sets[0];
+    sets[i].taken = 0;
+    return code;
 }

@@ -26,6 +26,15 @@ FAMILIES: Final[Mapping[str, str]] = {
     "serve": "serve_cli",
     "profile": "profile_cli",
     "bench": "bench_cli",
+    "doctor": "doctor_cli",
+    "policy": "operator_cli",
+    "lab": "operator_cli",
+    "residency": "operator_cli",
+    "nodes": "operator_cli",
+    "unload": "operator_cli",
+    "accelerator": "operator_cli",
+    "envelope": "operator_cli",
+    "tokens": "tokens_cli",
 }
 
 

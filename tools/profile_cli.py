@@ -78,7 +78,7 @@ def profile(
     """
     with bad_input_ends():
         loaded = named_config(config)
-        grid = _grid(loaded, deployment, Axes(*map(_values, _AXES, (context, concurrency, batch))))
+        grid = _grid(loaded, deployment, Axes(*map(values_of, _AXES, (context, concurrency, batch))))
         draw = None if plot is None else plotter(plot)
         with driving(loaded):
             rows, interrupted = _surveyed(loaded, deployment, grid, again=again)
@@ -95,7 +95,7 @@ def profile(
         raise typer.Exit(FAILED)
 
 
-def _values(option: str, text: str | None) -> tuple[int, ...]:
+def values_of(option: str, text: str | None) -> tuple[int, ...]:
     """The numbers of a list as it is typed. Raises TargetError."""
     values: list[int] = []
     greatest = _AXES[option]

@@ -22,6 +22,7 @@ from gpuledger.adapters.runtimes.config import (
     SleepPaths,
     VllmConfig,
 )
+from gpuledger.adapters.runtimes.reference_config import ReferenceSleep
 from gpuledger.domain.policy import Policy
 from gpuledger.domain.state import Residency, Sleep
 from gpuledger.domain.units import GIB, KIB, MAX_INTEGER, MIB
@@ -128,7 +129,7 @@ _REFERENCE: Final = {
     "parallel": _LLAMA["parallel"],
     "faults": "What it does wrong.",
 }
-_FAULTS: Final = {"exit_status": "With `fail_load` `exit` or `oom`."}
+_FAULTS: Final = {"exit_status": "The exit status with which it ends where a fault ends it."}
 _POLICY: Final = {
     "revision": "Its name in the ledger. Left out where a key differs: the default's, and a hash of what differs.",
     "reserve_floor_bytes": "Memory that is never handed out: at least this,",
@@ -245,6 +246,7 @@ SECTIONS: Final = (
         _REFERENCE,
         _COMMON,
     ),
+    _Section("`deployments[].runtime.sleep` of `type: reference`", "", ReferenceSleep, {}),
     _Section("`deployments[].runtime.faults` of `type: reference`", "For tests.", ReferenceFaults, _FAULTS),
     _Section(
         "`policy`",
@@ -300,7 +302,7 @@ _RULES: Final = """\
   `context_length`.
 - A `command` has either `version` or `version_command`, and {port} in one of its arguments or in a value of `set`.
 - `always_warm` is the only deployment of its capability at its rank, and that rank is 0.
-- `peak_bytes` of a reference runtime is at least its `idle_bytes`.
+- `peak_bytes` of a reference runtime is at least its `idle_bytes`, and `sleep.asleep_bytes` at most that.
 - `telemetry_max_age_seconds` is at least 3 times `sample_interval_seconds`. The levels of `pressure_enter_bp` rise, and
   each level of `pressure_exit_bp` is at most that of `pressure_enter_bp`."""
 

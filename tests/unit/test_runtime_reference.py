@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
 import struct
 import subprocess
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,96 +13,21 @@ import httpx
 import pytest
 
 from gpuledger.adapters import procfs
-from gpuledger.adapters.runtimes.config import ReferenceConfig
-from gpuledger.adapters.runtimes.manager import MARK, SCHEDULER_MARK, RuntimeManager
+from gpuledger.adapters.runtimes.manager import MARK, SCHEDULER_MARK
 from gpuledger.adapters.runtimes.process import AT_ONCE, end_tree
 from gpuledger.domain.failures import Failure
-from gpuledger.domain.ports import ProcessIdentity, RuntimeFault, RuntimeFigures
+from gpuledger.domain.ports import RuntimeFigures
 from gpuledger.domain.units import MIB
+from tests.unit.references import ENDLESS, FOR_EVER_MS, HOST, PATIENCE_SECONDS, events, fault_of, loaded, opened
 
 pytestmark = pytest.mark.anyio
 
-PATIENCE_SECONDS = 60
-FOR_EVER_MS = 10**9
-#: Answers that end when their client leaves; the functional check asks for few tokens.
-ENDLESS: dict[str, Any] = {"tokens": 10**6, "token_ms": 1}
 GPU = "GPU-01234567-89ab-cdef-0123-456789abcdef"
 
 
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
-
-
-class Loaded:
-    """One resident, and a client of it."""
-
-    def __init__(self, runtimes: RuntimeManager, process: ProcessIdentity, http: httpx.AsyncClient) -> None:
-        self.runtimes = runtimes
-        self.process = process
-        self.http = http
-
-    async def ask(self, path: str, **document: Any) -> httpx.Response:
-        return await self.http.post(path, json=document)
-
-    async def until_running(self, count: int) -> None:
-        while (told := await self.runtimes.figures("r")) is None or told.busy != count:
-            await asyncio.sleep(0.01)
-
-    @asynccontextmanager
-    async def stream(self) -> AsyncGenerator[AsyncIterator[Any]]:
-        """An answer that is under way: its first part has come."""
-        async with self.http.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
-            parts = events(answer)
-            await anext(parts)
-            yield parts
-
-    async def is_listening(self) -> bool:
-        try:
-            async with httpx.AsyncClient(trust_env=False) as http:
-                await http.get(f"{self.http.base_url}/health")
-        except httpx.ConnectError:
-            return False
-        return True
-
-    def resident_bytes(self) -> int:
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        return int(status.partition("VmRSS:")[2].split()[0]) * 1024
-
-
-@asynccontextmanager
-async def opened(folder: Path, **config: Any) -> AsyncGenerator[RuntimeManager]:
-    runtimes = RuntimeManager({"d": ReferenceConfig.model_validate({"type": "reference", **config})}, folder)
-    try:
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            yield runtimes
-    finally:
-        await runtimes.close()
-
-
-@asynccontextmanager
-async def loaded(folder: Path, **config: Any) -> AsyncGenerator[Loaded]:
-    async with opened(folder, **config) as runtimes:
-        process = await runtimes.spawn("r", "d", "host:node-1")
-        await runtimes.load("r")
-        endpoint = runtimes.endpoint("r")
-        headers = {"Authorization": f"Bearer {endpoint.api_key}"}
-        async with httpx.AsyncClient(
-            base_url=endpoint.base_url, headers=headers, trust_env=False, timeout=PATIENCE_SECONDS
-        ) as http:
-            yield Loaded(runtimes, process, http)
-
-
-async def fault_of(awaitable: Any) -> tuple[Failure, str]:
-    with pytest.raises(RuntimeFault) as raised:
-        await awaitable
-    return raised.value.failure, raised.value.detail
-
-
-async def events(answer: httpx.Response) -> AsyncIterator[Any]:
-    async for line in answer.aiter_lines():
-        if line.startswith("data: ") and line != "data: [DONE]":
-            yield json.loads(line.removeprefix("data: "))
 
 
 # ---- answers ----------------------------------------------------------------------------------------------------
@@ -175,12 +97,12 @@ async def test_what_is_no_question_is_refused(tmp_path: Path, path: str, documen
         answer = await runtime.http.post(path, json=document)
         assert answer.status_code == status
         assert answer.json()["error"]["message"]
-        assert await runtime.runtimes.figures("r") == RuntimeFigures(0, 0)
+        assert await runtime.runtimes.figures("r") == RuntimeFigures(0, 0, 0)
 
 
 async def test_it_is_unavailable_while_it_loads(tmp_path: Path) -> None:
     async with opened(tmp_path, task="embedding", load_ms=FOR_EVER_MS) as runtimes:
-        await runtimes.spawn("r", "d", "host:node-1")
+        await runtimes.spawn("r", "d", HOST)
         loading = asyncio.create_task(runtimes.load("r"))
         endpoint = runtimes.endpoint("r")
         async with httpx.AsyncClient(trust_env=False) as http:
@@ -218,6 +140,7 @@ async def test_requests_beyond_its_slots_wait(tmp_path: Path) -> None:
             await runtime.until_running(1)
             waiting = asyncio.create_task(runtime.ask("/v1/completions", prompt="x", max_tokens=1))
             await runtime.until_running(2)
+            assert await runtime.runtimes.figures("r") == RuntimeFigures(running=1, waiting=1, cache_use_bp=10_000)
             assert not waiting.done()
         assert (await waiting).status_code == 200
         await runtime.until_running(0)
@@ -244,7 +167,7 @@ async def test_requests_beyond_its_slots_wait(tmp_path: Path) -> None:
 )
 async def test_a_load_fails_as_it_is_told(tmp_path: Path, config: dict[str, Any], fault: tuple[Failure, str]) -> None:
     async with opened(tmp_path, **{"task": "chat", **config}) as runtimes:
-        process = await runtimes.spawn("r", "d", "host:node-1")
+        process = await runtimes.spawn("r", "d", HOST)
         assert await fault_of(runtimes.load("r")) == fault
         assert await fault_of(runtimes.load("r")) == fault
         await runtimes.stop("r", 30)

@@ -31,6 +31,13 @@ DRIVE_LIMIT_SECONDS: Final = 3600.0
 PICTURE_SIDE_PIXELS: Final = 1024
 #: A recording that is refused is halved, down to this.
 LEAST_AUDIO_BYTES: Final = 16_000
+#: Of the operations, where a runtime has no other (`Endpoint.paths`).
+_PATHS: Final = {
+    "embeddings": "/v1/embeddings",
+    "chat": "/v1/chat/completions",
+    "transcription": "/v1/audio/transcriptions",
+    "rerank": "/v1/rerank",
+}
 _FEW_WORDS: Final = 2
 _OK: Final = 200
 
@@ -111,9 +118,9 @@ class _Driver:
         """Raises RuntimeFault when many short inputs in one request are refused."""
         texts = [f"input {index}" for index in range(inputs)]
         if self._config.task is Task.RERANK:
-            answer = await self._post("/v1/rerank", {"query": "input", "documents": texts})
+            answer = await self._post("rerank", {"query": "input", "documents": texts})
         else:
-            answer = await self._post("/v1/embeddings", {"input": texts})
+            answer = await self._post("embeddings", {"input": texts})
         if answer is None:
             raise RuntimeFault(Failure.HEALTHCHECK_FAILED, "inputs_refused")
 
@@ -122,7 +129,7 @@ class _Driver:
         part = {"type": "image_url", "image_url": {"url": samples.data_url(png)}}
         while pictures > 0:
             content = [{"type": "text", "text": self._prompt(_FEW_WORDS)}, *(part for _ in range(pictures))]
-            if await self._post("/v1/chat/completions", self._question(content)) is not None:
+            if await self._post("chat", self._question(content)) is not None:
                 return
             pictures //= 2
         raise RuntimeFault(Failure.HEALTHCHECK_FAILED, "pictures_refused")
@@ -151,11 +158,11 @@ class _Driver:
         prompt = self._prompt(words)
         match self._config.task:
             case Task.EMBEDDING:
-                answer = await self._post("/v1/embeddings", {"input": prompt})
+                answer = await self._post("embeddings", {"input": prompt})
             case Task.RERANK:
-                answer = await self._post("/v1/rerank", {"query": "word", "documents": [prompt]})
+                answer = await self._post("rerank", {"query": "word", "documents": [prompt]})
             case _:
-                answer = await self._post("/v1/chat/completions", self._question(prompt))
+                answer = await self._post("chat", self._question(prompt))
         return None if answer is None else _prompt_tokens(answer, words)
 
     def _prompt(self, words: int) -> str:
@@ -167,13 +174,16 @@ class _Driver:
     async def _hear(self, length_bytes: int) -> bool:
         recording = await asyncio.to_thread(_recording, length_bytes)
         file = {"file": ("recording.wav", recording, "audio/wav")}
-        form = {"response_format": "json"}
-        answer = await self._send("/v1/audio/transcriptions", data=form, files=file)
+        form = {**self._config.manners.check_fields, "response_format": "json"}
+        answer = await self._send("transcription", data=form, files=file)
         return answer.status_code == _OK
 
-    async def _post(self, path: str, document: object) -> dict[str, Any] | None:
-        """What it answered; None when it refused. Raises RuntimeFault for an answer that is none."""
-        answer = await self._send(path, json=document)
+    async def _post(self, operation: str, document: Mapping[str, object]) -> dict[str, Any] | None:
+        """What it answered; None when it refused. Raises RuntimeFault for an answer that is none.
+
+        What its functional check is told besides (the name of the model) it is told here too.
+        """
+        answer = await self._send(operation, json={**self._config.manners.check_fields, **document})
         if answer.status_code != _OK:
             return None
         try:
@@ -184,8 +194,9 @@ class _Driver:
             raise RuntimeFault(Failure.INVALID_OUTPUT, "answer_malformed", answer.content)
         return cast("dict[str, Any]", decoded)
 
-    async def _send(self, path: str, **content: Any) -> httpx.Response:
+    async def _send(self, operation: str, **content: Any) -> httpx.Response:
         headers = {"Authorization": f"Bearer {self._endpoint.api_key}"}
+        path = self._endpoint.paths.get(operation, _PATHS[operation])
         return await self._http.post(self._endpoint.base_url + path, headers=headers, timeout=None, **content)
 
 

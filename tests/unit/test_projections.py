@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
 from typing import Any
@@ -11,6 +13,8 @@ import pytest
 from gpuledger.adapters.http.openai_errors import status_of
 from gpuledger.domain.events import (
     EVENT_TYPES,
+    CapabilityDegraded,
+    CapabilityRecovered,
     FailureRecorded,
     LeaseExpired,
     LeaseGranted,
@@ -21,19 +25,23 @@ from gpuledger.domain.events import (
     PolicyRevised,
     Recorded,
     RequestFailed,
+    RequestFellBack,
+    RequestRetried,
     ResidentFailed,
+    TelemetryMissed,
 )
-from gpuledger.domain.failures import Failure
+from gpuledger.domain.failures import CAPACITY_FAILURES, Failure, owner_of
 from gpuledger.domain.policy import Policy
 from gpuledger.domain.reasons import Reason, Verdict
 from gpuledger.domain.world import World, evolve
-from gpuledger.projections import failures, leases, plan_history
+from gpuledger.projections import alerts, failures, leases, plan_history
 from tests.simulation.ledgers import Lived, crowded_and_killed, crowded_minutes
 
 PROJECTIONS: list[tuple[Any, Any]] = [
     (plan_history, plan_history.PlanHistory()),
     (leases, leases.Leases()),
     (failures, failures.Failures()),
+    (alerts, alerts.Onsets()),
 ]
 
 
@@ -203,16 +211,66 @@ class TestFailures:
         assert sum(state.capacity_refusals.values()) + sum(state.other_refusals.values()) == len(refused)
         assert state.capacity_refusals[Reason.DEADLINE_CANNOT_BE_MET] == 1
         assert state.capacity_refusals[Reason.QUEUED_BEHIND] > 1
-        assert state.other_refusals == {Reason.PREEMPTED: 1}
-        assert state.internal == {Failure.MODEL_LOAD_FAILED: 1}
+        assert not state.internal.keys() & CAPACITY_FAILURES
+        assert state.internal == _counted(story, lambda one: one not in CAPACITY_FAILURES)
+        assert state.internal[Failure.MODEL_LOAD_FAILED] >= 1
+
+    def test_a_refusal_that_is_a_class_of_failure_is_one_failure(self, story: Lived) -> None:
+        """It stands in the ledger twice: as the end of the request, and as a failure of the capability."""
+        state = reduce(failures.evolve, story.events, failures.Failures())
+        late = [event for event in story.events if getattr(event.data, "request_id", None) == "late"]
+        named = [type(event.data).__name__ for event in late]
+        assert {"FailureRecorded", "RequestFailed"} <= set(named)
+        assert state.capacity[Failure.DEADLINE_CANNOT_BE_MET] == named.count("FailureRecorded") == 1
+        assert state.count(Failure.DEADLINE_CANNOT_BE_MET) == 1
+        assert Failure.DEADLINE_CANNOT_BE_MET not in state.internal
+
+    @pytest.mark.parametrize("failure", Failure)
+    def test_each_class_is_counted_where_it_belongs(self, story: Lived, failure: Failure) -> None:
+        event = story.newest(FailureRecorded)
+        assert isinstance(event.data, FailureRecorded)
+        forged = replace(event, data=replace(event.data, failure=failure, owner=owner_of(failure)))
+        state = failures.evolve(failures.evolve(failures.Failures(), forged), forged)
+        assert state.count(failure) == 2
+        assert sum(state.internal.values()) == (0 if failure in CAPACITY_FAILURES else 2)
+        assert [view.failure for view in state.newest(5, failure)] == [failure, failure]
+        others = [one for one in Failure if one is not failure]
+        assert not any(state.count(one) or state.newest(5, one) for one in others)
+
+    def test_a_driver_that_fails_is_a_failure_of_telemetry(self) -> None:
+        missed = TelemetryMissed("local", 5, ("GPU-0", "GPU-1"), "NVML_TIMEOUT")
+        state = failures.evolve(failures.Failures(), Recorded(9, 6, "telemetry:local", 4, missed))
+        assert state.internal == {Failure.DRIVER_ERROR: 1}
+        (view,) = state.newest(5)
+        assert (view.owner, view.capability, view.detail) == ("telemetry", None, "NVML_TIMEOUT")
+        assert (view.accelerator_ids, view.accelerator_id) == (("GPU-0", "GPU-1"), None)
+        alone = replace(missed, accelerator_ids=("GPU-0",))
+        (view,) = failures.evolve(failures.Failures(), Recorded(9, 6, "telemetry:local", 4, alone)).recent
+        assert view.accelerator_id == "GPU-0"
+
+    def test_what_was_done_about_them_is_counted_too(self) -> None:
+        done: list[Any] = [
+            RequestRetried("r", 1, Failure.TIMEOUT, "load", 1, 1, None),
+            RequestFellBack("r", 2, 1, None, Failure.TIMEOUT, "load"),
+            RequestFellBack("s", 2, 1, Reason.QUEUE_FULL, None, "REJECT_CAPACITY"),
+            CapabilityDegraded("chat@1", 3, 3, Failure.TIMEOUT, "load"),
+            CapabilityRecovered("chat@1", 4),
+            LeasePreempted("l", "chat@GPU-0#1", "r", 5, "s", True),
+        ]
+        events = [Recorded(seq, seq, "x", seq, data) for seq, data in enumerate(done, start=1)]
+        state = reduce(failures.evolve, events, failures.Failures())
+        assert state.retries == state.degradations == {Failure.TIMEOUT: 1}
+        assert state.fallbacks == {"TIMEOUT": 1, "QUEUE_FULL": 1}
+        assert (state.recoveries, state.preemptions) == (1, 1)
+        assert not state.internal
+        assert not state.recent
 
     @pytest.mark.parametrize("reason", Reason)
     def test_capacity_is_what_clients_are_told_is_capacity(self, reason: Reason) -> None:
         assert (reason in failures.CAPACITY_REASONS) == (status_of(reason) == 429)
 
     def test_the_newest_are_kept_in_full(self, story: Lived) -> None:
-        event = story.newest(FailureRecorded)
-        assert isinstance(event.data, FailureRecorded)
+        event = next(one for one in story.events if _is_of(one, Failure.MODEL_LOAD_FAILED))
         state = failures.Failures()
         for number in range(failures.RECENT_LIMIT + 3):
             state = failures.evolve(state, replace(event, seq=number + 1))
@@ -221,6 +279,16 @@ class TestFailures:
         assert [view.seq for view in state.newest(2)] == [failures.RECENT_LIMIT + 3, failures.RECENT_LIMIT + 2]
         (view,) = state.newest(1)
         assert (view.capability, view.detail, view.owner) == ("batch@1", "exit_status_1", "runtime adapter")
+
+
+def _is_of(event: Recorded, failure: Failure) -> bool:
+    return isinstance(event.data, FailureRecorded) and event.data.failure is failure
+
+
+def _counted(story: Lived, wanted: Callable[[Failure], bool]) -> dict[Failure, int]:
+    """How often each class that is wanted was recorded."""
+    found = [event.data.failure for event in story.events if isinstance(event.data, FailureRecorded)]
+    return dict(Counter(failure for failure in found if wanted(failure)))
 
 
 def _next(event: Recorded, data: Any) -> Recorded:

@@ -57,15 +57,13 @@ def open_parts(config: Config) -> Parts:
     ledger = SqliteLedger(config.ledger)
     try:
         world = load_world(ledger, ledger.load_snapshot())
-        sources = _sources(config)
-        hosts = all(isinstance(source, HostSource) for source in sources)
         return Parts(
             ledger=ledger,
             clock=LedgerClock(world.at),
-            telemetry=NodeTelemetry(sources),
+            telemetry=NodeTelemetry(_sources(config)),
             runtimes=RuntimeManager(config.runtimes, config.state_dir),
             world=world,
-            accelerator_ids=_host_ids(config) if hosts else None,
+            accelerator_ids=accelerator_ids_of(config),
         )
     except BaseException:
         ledger.close()
@@ -78,12 +76,20 @@ def _sources(config: Config) -> list[Source]:
     sources: list[Source] = []
     if accelerators.host is not False:
         sources.append(HostSource(config.document.node.id, limit_bytes=limit))
-    if probe(config.nvml_library) if accelerators.nvml == "auto" else accelerators.nvml:
+    if _watches_gpus(config):
         sources.append(NvmlSource(config.nvml_library, host=HostMeter(limit_bytes=limit)))
     return sources
 
 
-def _host_ids(config: Config) -> frozenset[str]:
+def _watches_gpus(config: Config) -> bool:
+    nvml = config.document.accelerators.nvml
+    return probe(config.nvml_library) if nvml == "auto" else nvml
+
+
+def accelerator_ids_of(config: Config) -> frozenset[str] | None:
+    """Those that are in use; None where only the devices can tell."""
+    if _watches_gpus(config):
+        return None
     return frozenset({f"host:{config.document.node.id}"} if config.document.accelerators.host is not False else ())
 
 
@@ -137,12 +143,17 @@ def _service(runtimes: Sequence[RuntimeConfig]) -> Service:
 
 
 def configuration_of(config: Config, parts: Parts) -> Configuration:
+    """What the file declares, for a start with these parts. Blocking, and raises, as `declared_by`."""
+    return declared_by(config, parts.runtimes, parts.accelerator_ids)
+
+
+def declared_by(config: Config, runtimes: Runtimes, accelerator_ids: frozenset[str] | None) -> Configuration:
     """What the file declares, for the domain. Blocking: hashes the models.
 
     Raises DocumentError for a model or a program that is not there, or is not what it should be: all of them at once.
     """
     document = config.document
-    facts = _facts(config, parts.runtimes)
+    facts = _facts(config, runtimes)
     return Configuration(
         ledger_id=f"ledger-{secrets.token_hex(8)}",
         node_id=document.node.id,
@@ -159,7 +170,7 @@ def configuration_of(config: Config, parts: Parts) -> Configuration:
             )
             for entry in document.clients
         ),
-        accelerator_ids=parts.accelerator_ids,
+        accelerator_ids=accelerator_ids,
         product_version=version("gpuledger"),
         pid=os.getpid(),
         artifacts={name: one.artifact_sha256 for name, one in facts.items() if one.artifact_sha256 is not None},

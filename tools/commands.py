@@ -35,6 +35,7 @@ FAMILIES: Final[Mapping[str, str]] = {
     "accelerator": "operator_cli",
     "envelope": "operator_cli",
     "tokens": "tokens_cli",
+    "config": "config_cli",
 }
 
 

@@ -1,0 +1,161 @@
+"""`gpuledger config`: look at a configuration before a server is started with it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import orjson
+import typer
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from gpuledger.domain.document_problems import DocumentError
+
+from .config import Config, load_config
+from .ledger_target import BAD_INPUT, bad_input_ends, usual_config, wall_now
+from .plan_report import console, printable
+
+CHECK_SCHEMA: Final = "gpuledger.config-check/1"
+
+FileArgument = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[FILE]",
+        help="The configuration; without it ./gpuledger.yaml, then var/gpuledger.yaml.",
+        show_default=False,
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+config_app = typer.Typer(help="Look at a configuration before a server is started with it.", no_args_is_help=True)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module to the command line."""
+    app.add_typer(config_app, name="config")
+
+
+@config_app.command("check")
+def check(file: FileArgument = None, as_json: AsJson = False) -> None:
+    """Say everything that is wrong with a configuration. Models and programs are not looked at: `config diff` does.
+
+    Exit status: 0 it can be used, 2 it cannot.
+    """
+    with bad_input_ends():
+        path = usual_config("no FILE was named") if file is None else file
+        try:
+            document = _check_document(load_config(path))
+        except DocumentError as error:
+            if not as_json:
+                raise
+            problems = [{"where": problem.where, "message": problem.message} for problem in error.told()]
+            _print_json({"schema": CHECK_SCHEMA, "ok": False, "file": str(path), "problems": problems})
+            raise typer.Exit(BAD_INPUT) from None
+        _show(document, as_json, _check_report(document))
+
+
+@config_app.command("diff")
+def diff(file: FileArgument = None, as_json: AsJson = False) -> None:
+    """Show what a start with this configuration would record of it. Nothing is recorded; models are hashed.
+
+    Exit status: 0 shown, 2 bad input, also of a model or program that is not there.
+    """
+    with bad_input_ends():
+        path = usual_config("no FILE was named") if file is None else file
+        document = _difference(load_config(path))
+        _show(document, as_json, _diff_report(document))
+
+
+def _difference(config: Config) -> dict[str, Any]:
+    """Raises DocumentError, LedgerUnavailable, LedgerCorrupt."""
+    # Here, so that a check need not wait for what runs models.
+    from gpuledger.adapters.ledger.sqlite import SqliteLedger
+    from gpuledger.adapters.runtimes.manager import RuntimeManager
+    from gpuledger.domain.world import World
+
+    from .bootstrap import accelerator_ids_of, declared_by
+    from .config_diff import diff_document
+    from .snapshots import load_world
+
+    world = World()
+    if config.ledger.exists():
+        with closing(SqliteLedger(config.ledger, read_only=True)) as ledger:
+            world = load_world(ledger, ledger.load_snapshot())
+    runtimes = RuntimeManager(config.runtimes, config.state_dir)
+    configuration = declared_by(config, runtimes, accelerator_ids_of(config))
+    found = diff_document(world, configuration, max(wall_now(), world.at))
+    return {"ledger": str(config.ledger), "file": str(config.path), **found}
+
+
+def _check_document(config: Config) -> dict[str, Any]:
+    document = config.document
+    return {
+        "schema": CHECK_SCHEMA,
+        "ok": True,
+        "file": str(config.path),
+        "listen": document.listen,
+        "ledger": str(config.ledger),
+        "state_dir": str(config.state_dir),
+        "policy_revision": config.policy.revision,
+        "clients": [client.id for client in document.clients],
+        "deployments": [deployment.id for deployment in document.deployments],
+        "capabilities": sorted({deployment.capability for deployment in document.deployments}),
+    }
+
+
+# ---- for people -------------------------------------------------------------------------------------------------
+
+
+def _show(document: dict[str, Any], as_json: bool, report: RenderableType) -> None:
+    if as_json:
+        _print_json(document)
+    else:
+        console().print(report)
+
+
+def _print_json(document: dict[str, Any]) -> None:
+    sys.stdout.buffer.write(orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+    sys.stdout.buffer.flush()
+
+
+def _check_report(document: Mapping[str, Any]) -> RenderableType:
+    counts = ", ".join(
+        f"{len(document[name])} {name}" for name in ("clients", "deployments", "capabilities") if name in document
+    )
+    return Text(
+        f"{document['file']} can be used: {counts}, policy {document['policy_revision']}, "
+        f"listens on {document['listen']}, ledger {document['ledger']}"
+    )
+
+
+def _diff_report(document: Mapping[str, Any]) -> RenderableType:
+    # The hashes of the file are recorded whenever anything in it changes.
+    events = [event for event in document["events"] if event["type"] != "ConfigurationApplied"]
+    lines: list[Text] = []
+    if events:
+        lines.append(Text(f"A start would record in {document['ledger']}:"))
+        for event in events:
+            lines.append(Text(printable(f"  {event['type']} in {event['stream']}")))
+            lines += _change_lines(event["changes"])
+    else:
+        lines.append(Text("A start would change nothing: what is declared is what the ledger has, or is kept."))
+    if document["kept"]:
+        lines.append(
+            Text("Other than in the file, and kept, since an operator changed it and the file did not change:")
+        )
+        for kept in document["kept"]:
+            lines.append(Text(printable(f"  {kept['what']}")))
+            lines += _change_lines(kept["changes"])
+    return Group(*lines)
+
+
+def _change_lines(changes: list[Mapping[str, Any]]) -> list[Text]:
+    return [
+        Text(printable(f"    {change['key']}: {json.dumps(change['from'])} to {json.dumps(change['to'])}"))
+        for change in changes
+    ]

@@ -7,7 +7,7 @@ import os
 import select
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,90 +15,16 @@ import pytest
 
 from gpuledger.adapters import procfs
 from gpuledger.adapters.telemetry import processes
-from gpuledger.adapters.telemetry.node import NodeTelemetry
-from gpuledger.adapters.telemetry.nvml import NvmlSource, probe
+from gpuledger.adapters.telemetry.nvml import probe
 from gpuledger.domain.ports import (
     AcceleratorReading,
     ManagedProcess,
     ManagedReading,
-    NodeReading,
 )
 from gpuledger.domain.state import Health, Kind
-from tests.children import identity_of, read_line, running, sleeping, with_worker
+from tests.children import identity_of, read_line, running, with_worker
+from tests.integration.nvml_bench import NOBODY, ONE, OTHER, A, B, Bench, faults, managed, uuids
 from tests.shim import GIB, NvmlShim, ShimCard, ShimProcess
-
-ONE = ShimCard("GPU-00000000-0000-0000-0000-00000000000a", used_bytes=3 * GIB)
-OTHER = ShimCard("GPU-00000000-0000-0000-0000-00000000000b", name="NVIDIA H200", total_bytes=141 * GIB)
-A, B = ONE.uuid, OTHER.uuid
-
-#: Nobody has it: above what any pid can be on this machine, below what a pid can be at all.
-NOBODY = 4_194_303
-
-
-class Monotonic:
-    """A clock that the test moves."""
-
-    def __init__(self) -> None:
-        self.now_ns = 10**12
-
-    def __call__(self) -> int:
-        return self.now_ns
-
-    def advance(self, milliseconds: int) -> None:
-        self.now_ns += milliseconds * 1_000_000
-
-
-class Bench:
-    """A driver, the telemetry on it, and the time between samples (5 s, as the policy has it)."""
-
-    def __init__(self, shim: NvmlShim) -> None:
-        self.shim = shim
-        self.clock = Monotonic()
-        self.telemetry = NodeTelemetry([NvmlSource(str(shim.library), monotonic_ns=self.clock)])
-
-    def sample(self, managed: Sequence[ManagedProcess] = (), after_ms: int = 5_000) -> NodeReading:
-        self.clock.advance(after_ms)
-        return self.telemetry.sample(managed)
-
-    def reading(self, managed: Sequence[ManagedProcess] = ()) -> AcceleratorReading:
-        sample = self.sample(managed)
-        assert sample.faults == ()
-        (reading,) = sample.accelerators
-        return reading
-
-
-@pytest.fixture
-def shim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NvmlShim:
-    shim = NvmlShim(tmp_path)
-    monkeypatch.setenv(*shim.state_variable)
-    return shim
-
-
-@pytest.fixture
-def bench(shim: NvmlShim) -> Iterator[Bench]:
-    bench = Bench(shim)
-    yield bench
-    bench.telemetry.close()
-
-
-@pytest.fixture
-def child() -> Iterator[subprocess.Popen[str]]:
-    """A resident's process."""
-    with running(*sleeping()) as process:
-        yield process
-
-
-def managed(pid: int, uuid: str = A) -> ManagedProcess:
-    return ManagedProcess("res-1", uuid, identity_of(pid))
-
-
-def faults(sample: NodeReading) -> set[tuple[str | None, str, Health | None]]:
-    return {(fault.accelerator_id, fault.code, fault.health) for fault in sample.faults}
-
-
-def uuids(sample: NodeReading) -> list[str]:
-    return [reading.accelerator_id for reading in sample.accelerators]
-
 
 # ---- what a card is ---------------------------------------------------------------------------------------------
 
@@ -225,13 +151,14 @@ def test_a_desktop_is_no_foreign_compute_process(bench: Bench) -> None:
     assert bench.reading().foreign_processes == 1
 
 
-@pytest.mark.parametrize(("host_pids", "used_bytes"), [(True, 0), (False, None)])
+@pytest.mark.parametrize(("host_pids", "used_bytes", "blind"), [(True, 0, None), (False, None, "PID_NAMESPACE")])
 def test_a_resident_that_is_not_listed_holds_nothing_unless_pids_mean_nothing_here(
     bench: Bench,
     child: subprocess.Popen[str],
     monkeypatch: pytest.MonkeyPatch,
     host_pids: bool,
     used_bytes: int | None,
+    blind: str | None,
 ) -> None:
     """In a container NVML lists ids of the machine."""
 
@@ -240,24 +167,40 @@ def test_a_resident_that_is_not_listed_holds_nothing_unless_pids_mean_nothing_he
 
     monkeypatch.setattr(processes, "sees_host_pids", sees_host_pids)
     bench.shim.set([replace(ONE, processes=(ShimProcess(NOBODY, GIB),))])
-    assert bench.reading([managed(child.pid)]).managed == (ManagedReading("res-1", alive=True, used_bytes=used_bytes),)
+    assert bench.reading().blind is None  # nobody of ours is there whom it could hide
+    reading = bench.reading([managed(child.pid)])
+    assert reading.managed == (ManagedReading("res-1", alive=True, used_bytes=used_bytes),)
+    assert reading.blind == blind
+
+    bench.shim.set([replace(ONE, processes=(ShimProcess(child.pid, GIB),))])  # a driver that translates ids
+    reading = bench.reading([managed(child.pid)])
+    assert (reading.managed[0].used_bytes, reading.blind) == (GIB, None)
 
 
-UNREADABLE: dict[str, Callable[[int], ShimCard]] = {
-    "bytes are withheld": lambda pid: replace(ONE, processes=(ShimProcess(pid, None),)),
-    "more than the card has": lambda pid: replace(ONE, processes=(ShimProcess(pid, 25 * GIB),)),
-    "pid and bytes are swapped": lambda pid: replace(ONE, processes=(ShimProcess(2**30, pid),)),
-    "lists are not supported": lambda pid: replace(ONE, process_error=3),
-    "lists are not permitted": lambda pid: replace(ONE, process_error=4),
+BYTES, LIST = "NO_PROCESS_BYTES", "PROCESS_LIST_UNREADABLE"
+UNREADABLE: dict[str, tuple[str, Callable[[int], ShimCard]]] = {
+    "bytes are withheld": (BYTES, lambda pid: replace(ONE, processes=(ShimProcess(pid, None),))),
+    "more than the card has": (BYTES, lambda pid: replace(ONE, processes=(ShimProcess(pid, 25 * GIB),))),
+    "pid and bytes are swapped": (LIST, lambda pid: replace(ONE, processes=(ShimProcess(2**30, pid),))),
+    "lists are not supported": (LIST, lambda pid: replace(ONE, process_error=3)),
+    "lists are not permitted": (LIST, lambda pid: replace(ONE, process_error=4)),
 }
 
 
-@pytest.mark.parametrize("card_with", UNREADABLE.values(), ids=UNREADABLE.keys())
+@pytest.mark.parametrize(("blind", "card_with"), UNREADABLE.values(), ids=UNREADABLE.keys())
 def test_bytes_that_cannot_be_read_are_unknown_not_zero(
-    bench: Bench, child: subprocess.Popen[str], card_with: Callable[[int], ShimCard]
+    bench: Bench, child: subprocess.Popen[str], blind: str, card_with: Callable[[int], ShimCard]
 ) -> None:
     bench.shim.set([card_with(child.pid)])
-    assert bench.reading([managed(child.pid)]).managed == (ManagedReading("res-1", alive=True, used_bytes=None),)
+    reading = bench.reading([managed(child.pid)])
+    assert reading.managed == (ManagedReading("res-1", alive=True, used_bytes=None),)
+    assert (reading.blind, type(reading.blind)) == (blind, str)  # what the ledger takes
+
+
+def test_what_others_hold_may_stay_untold(bench: Bench, child: subprocess.Popen[str]) -> None:
+    bench.shim.set([replace(ONE, processes=(ShimProcess(child.pid, GIB), ShimProcess(NOBODY, None)))])
+    reading = bench.reading([managed(child.pid)])
+    assert (reading.managed[0].used_bytes, reading.blind) == (GIB, None)
 
 
 def test_one_unreadable_member_makes_the_tree_unknown(bench: Bench) -> None:

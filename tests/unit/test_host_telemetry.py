@@ -13,67 +13,16 @@ from gpuledger.adapters.telemetry.node import NodeTelemetry
 from gpuledger.adapters.telemetry.process_memory import FILE_SHARE_FROM_BYTES
 from gpuledger.domain.ports import AcceleratorReading, ManagedProcess, ManagedReading, NodeReading, ProcessIdentity
 from gpuledger.domain.state import Health, Kind
-from gpuledger.domain.units import GIB, KIB, MIB
+from gpuledger.domain.units import GIB, MIB
 from tests.children import identity_of, read_line, running
+from tests.fake_host import BOOT, HOST, MOUNT_V1, MOUNT_V2, FakeHost
 
-BOOT = "c14f007e-7b10-4c3c-a6fe-bec2177b518b"
-HOST = "host:node-1"
 #: What version 1 of the controller says for "no limit".
 NO_LIMIT_V1 = 9_223_372_036_854_771_712
 
 
-class FakeHost:
-    """A machine of 64 GiB with 60 available, as its kernel would tell it; pids are 10 and up."""
-
-    def __init__(self, tmp_path: Path) -> None:
-        self.proc = tmp_path / "proc"
-        self.cgroups = tmp_path / "cgroup fs"
-        self.write("sys/kernel/random/boot_id", f"{BOOT}\n")
-        self.write("sys/kernel/osrelease", "6.8.0-49-generic\n")
-        self.write("cpuinfo", "processor\t: 0\nmodel name\t: AMD EPYC 7302P 16-Core Processor\n")
-        self.write("self/cgroup", "0::/\n")
-        self.write("self/mountinfo", "22 1 0:20 / /proc rw,relatime - proc proc rw\n")
-        self.memory(total=64 * GIB, available=60 * GIB)
-
-    def write(self, path: str, text: str) -> None:
-        (self.proc / path).parent.mkdir(parents=True, exist_ok=True)
-        (self.proc / path).write_text(text)
-
-    def memory(self, total: int, available: int) -> None:
-        self.write("meminfo", f"MemTotal: {total // KIB} kB\nMemFree: 1 kB\nMemAvailable: {available // KIB} kB\n")
-
-    def process(self, pid: int, *, anon: int = 0, shmem: int = 0, file: int = 0, parent: int = 1) -> ManagedProcess:
-        """A running process, and the resident it is the root of: `res-PID` on this host."""
-        self.write(f"{pid}/stat", f"{pid} (llama-server) S {parent} {pid} {pid} {'0 ' * 13}1 0 100 0\n")
-        fields = {"VmRSS": anon + shmem + file, "RssAnon": anon, "RssFile": file, "RssShmem": shmem}
-        lines = [f"{name}:\t{value // KIB:8} kB" for name, value in fields.items()]
-        self.write(f"{pid}/status", "\n".join(["Name:\tllama-server", *lines, "Threads:\t1"]) + "\n")
-        return ManagedProcess(f"res-{pid}", HOST, ProcessIdentity(pid, 100, BOOT))
-
-    def shares(self, pid: int, *, file: int, anon: int = 0, shmem: int = 0, locked: int = 0) -> None:
-        fields = {"Pss_Anon": anon, "Pss_File": file, "Pss_Shmem": shmem, "Locked": locked}
-        lines = [f"{name}: {value // KIB:8} kB" for name, value in fields.items()]
-        self.write(f"{pid}/smaps_rollup", "\n".join(["55d0-7ffc ---p 00000000 00:00 0    [rollup]", *lines]) + "\n")
-
-    def mount(self, *lines: str) -> None:
-        """Lines of mountinfo; `CGROUPS` in them is the folder of the test's cgroup files."""
-        folder = str(self.cgroups).replace(" ", r"\040")
-        self.write("self/mountinfo", "".join(f"{line.replace('CGROUPS', folder)}\n" for line in lines))
-
-    def group_v2(self, path: str, limit: int | str, *, current: int = 0, active: int = 0, inactive: int = 0) -> None:
-        folder = self.cgroups / path
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "memory.max").write_text(f"{limit}\n")
-        (folder / "memory.current").write_text(f"{current}\n")
-        (folder / "memory.stat").write_text(f"anon 1\ninactive_file {inactive}\nactive_file {active}\n")
-
-    def group_v1(self, path: str, limit: int, *, current: int = 0, active: int = 0, inactive: int = 0) -> None:
-        folder = self.cgroups / path
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
-        (folder / "memory.usage_in_bytes").write_text(f"{current}\n")
-        lines = [f"inactive_file 1\ntotal_inactive_file {inactive}\ntotal_active_file {active}\n"]
-        (folder / "memory.stat").write_text("".join(lines))
+class Bench(FakeHost):
+    """The fake machine, and its telemetry."""
 
     def sample(self, managed: Sequence[ManagedProcess] = (), limit_bytes: int | None = None) -> NodeReading:
         return NodeTelemetry([HostSource("node-1", limit_bytes=limit_bytes, proc=self.proc)], proc=self.proc).sample(
@@ -88,18 +37,14 @@ class FakeHost:
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> FakeHost:
-    return FakeHost(tmp_path)
-
-
-MOUNT_V2 = "30 1 0:26 / CGROUPS rw - cgroup2 cgroup2 rw,nsdelegate"
-MOUNT_V1 = "35 31 0:32 / CGROUPS rw - cgroup cgroup rw,memory"
+def host(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
 
 
 # ---- the machine ------------------------------------------------------------------------------------------------
 
 
-def test_a_host_is_one_accelerator(host: FakeHost) -> None:
+def test_a_host_is_one_accelerator(host: Bench) -> None:
     sample = host.sample()
     assert sample.accelerators == (
         AcceleratorReading(
@@ -119,14 +64,14 @@ def test_a_host_is_one_accelerator(host: FakeHost) -> None:
     assert sample.memory_bytes == 64 * GIB
 
 
-def test_a_cpu_without_a_name_and_a_kernel_without_a_release(host: FakeHost) -> None:
+def test_a_cpu_without_a_name_and_a_kernel_without_a_release(host: Bench) -> None:
     host.write("cpuinfo", "processor\t: 0\nBogoMIPS\t: 50.00\n")
     (host.proc / "sys/kernel/osrelease").unlink()
     reading = host.reading()
     assert (reading.device_name, reading.driver_version) == ("unknown CPU", "unknown kernel")
 
 
-def test_a_part_of_the_memory_may_be_all_that_is_scheduled(host: FakeHost) -> None:
+def test_a_part_of_the_memory_may_be_all_that_is_scheduled(host: Bench) -> None:
     part = host.reading(limit_bytes=16 * GIB)
     assert (part.total_bytes, part.used_bytes) == (16 * GIB, 4 * GIB)
     less_than_is_used = host.reading(limit_bytes=2 * GIB)
@@ -136,7 +81,7 @@ def test_a_part_of_the_memory_may_be_all_that_is_scheduled(host: FakeHost) -> No
 
 
 @pytest.mark.parametrize("meminfo", ["", "MemTotal: 1 kB\n", "MemTotal: many kB\nMemAvailable: 1 kB\n"])
-def test_what_cannot_be_read_is_a_fault_and_not_zero(host: FakeHost, meminfo: str) -> None:
+def test_what_cannot_be_read_is_a_fault_and_not_zero(host: Bench, meminfo: str) -> None:
     host.write("meminfo", meminfo)
     sample = host.sample()
     assert sample.accelerators == ()
@@ -147,14 +92,14 @@ def test_what_cannot_be_read_is_a_fault_and_not_zero(host: FakeHost, meminfo: st
 # ---- its residents ----------------------------------------------------------------------------------------------
 
 
-def test_anonymous_and_shared_memory_is_used_already(host: FakeHost) -> None:
+def test_anonymous_and_shared_memory_is_used_already(host: Bench) -> None:
     resident = host.process(10, anon=2 * GIB, shmem=GIB)
     reading = host.reading([resident])
     assert reading.managed == (ManagedReading("res-10", alive=True, used_bytes=3 * GIB),)
     assert reading.used_bytes == 4 * GIB
 
 
-def test_a_mapped_model_is_in_use_where_the_kernel_calls_it_available(host: FakeHost) -> None:
+def test_a_mapped_model_is_in_use_where_the_kernel_calls_it_available(host: Bench) -> None:
     """Half of it: another process maps the same file."""
     resident = host.process(10, anon=GIB, file=8 * GIB)
     host.shares(10, anon=GIB, file=4 * GIB)
@@ -163,7 +108,7 @@ def test_a_mapped_model_is_in_use_where_the_kernel_calls_it_available(host: Fake
     assert reading.used_bytes == 4 * GIB + 4 * GIB
 
 
-def test_a_mapped_model_that_is_locked_is_used_already(host: FakeHost) -> None:
+def test_a_mapped_model_that_is_locked_is_used_already(host: Bench) -> None:
     """`--mlock`: the kernel does not call those pages available."""
     resident = host.process(10, anon=GIB, file=8 * GIB)
     host.shares(10, anon=GIB, file=8 * GIB, locked=GIB + 6 * GIB)
@@ -172,13 +117,13 @@ def test_a_mapped_model_that_is_locked_is_used_already(host: FakeHost) -> None:
     assert reading.used_bytes == 4 * GIB + 2 * GIB
 
 
-def test_locked_anonymous_memory_takes_nothing_from_a_mapped_model(host: FakeHost) -> None:
+def test_locked_anonymous_memory_takes_nothing_from_a_mapped_model(host: Bench) -> None:
     resident = host.process(10, anon=2 * GIB, file=8 * GIB)
     host.shares(10, anon=2 * GIB, file=8 * GIB, locked=2 * GIB)
     assert host.reading([resident]).used_bytes == 4 * GIB + 8 * GIB
 
 
-def test_libraries_are_counted_whole_without_a_walk_over_their_pages(host: FakeHost) -> None:
+def test_libraries_are_counted_whole_without_a_walk_over_their_pages(host: Bench) -> None:
     resident = host.process(10, anon=GIB, file=FILE_SHARE_FROM_BYTES)
     host.shares(10, file=1 * MIB)  # not to be read
     reading = host.reading([resident])
@@ -186,13 +131,13 @@ def test_libraries_are_counted_whole_without_a_walk_over_their_pages(host: FakeH
     assert reading.used_bytes == 4 * GIB + FILE_SHARE_FROM_BYTES
 
 
-def test_shares_that_cannot_be_read_are_counted_whole(host: FakeHost) -> None:
+def test_shares_that_cannot_be_read_are_counted_whole(host: Bench) -> None:
     reading = host.reading([host.process(10, file=8 * GIB)])
     assert reading.managed[0].used_bytes == 8 * GIB
     assert reading.used_bytes == 4 * GIB + 8 * GIB
 
 
-def test_a_tree_is_summed_and_an_ended_member_holds_nothing(host: FakeHost) -> None:
+def test_a_tree_is_summed_and_an_ended_member_holds_nothing(host: Bench) -> None:
     resident = host.process(10, anon=GIB)
     host.process(11, anon=2 * GIB, parent=10)
     host.process(12, anon=4 * GIB, parent=11)
@@ -201,12 +146,12 @@ def test_a_tree_is_summed_and_an_ended_member_holds_nothing(host: FakeHost) -> N
     assert host.reading([resident]).managed == (ManagedReading("res-10", alive=True, used_bytes=3 * GIB),)
 
 
-def test_a_resident_that_is_gone_holds_nothing(host: FakeHost) -> None:
+def test_a_resident_that_is_gone_holds_nothing(host: Bench) -> None:
     gone = ManagedProcess("res-9", HOST, ProcessIdentity(9, 100, BOOT))
     assert host.reading([gone]).managed == (ManagedReading("res-9", alive=False, used_bytes=0),)
 
 
-def test_mapped_files_of_a_resident_elsewhere_are_not_this_host_s(host: FakeHost) -> None:
+def test_mapped_files_of_a_resident_elsewhere_are_not_this_host_s(host: Bench) -> None:
     """The term of `used` is what is attributed here: a resident of a GPU is external to the host."""
     resident = host.process(10, anon=GIB, file=8 * GIB)
     elsewhere = ManagedProcess(resident.resident_id, "GPU-0", resident.process)
@@ -215,7 +160,7 @@ def test_mapped_files_of_a_resident_elsewhere_are_not_this_host_s(host: FakeHost
     assert reading.used_bytes == 4 * GIB
 
 
-def test_no_more_is_used_than_there_is(host: FakeHost) -> None:
+def test_no_more_is_used_than_there_is(host: Bench) -> None:
     host.memory(total=64 * GIB, available=GIB)
     reading = host.reading([host.process(10, file=8 * GIB)])
     assert reading.used_bytes == reading.total_bytes == 64 * GIB
@@ -224,7 +169,7 @@ def test_no_more_is_used_than_there_is(host: FakeHost) -> None:
 # ---- a limit of a cgroup ----------------------------------------------------------------------------------------
 
 
-def test_the_lowest_limit_above_us_is_the_memory_there_is(host: FakeHost) -> None:
+def test_the_lowest_limit_above_us_is_the_memory_there_is(host: Bench) -> None:
     host.mount(MOUNT_V2)
     host.write("self/cgroup", "0::/system.slice/gpuledger.service\n")
     host.group_v2("system.slice/gpuledger.service", "max", current=GIB)
@@ -238,7 +183,7 @@ def test_the_lowest_limit_above_us_is_the_memory_there_is(host: FakeHost) -> Non
 
 
 @pytest.mark.parametrize("limit", ["max", str(64 * GIB), str(2**63 - 4096)])
-def test_a_limit_that_limits_nothing_is_none(host: FakeHost, limit: str) -> None:
+def test_a_limit_that_limits_nothing_is_none(host: Bench, limit: str) -> None:
     host.mount(MOUNT_V2)
     host.group_v2("", limit, current=GIB)
     reading = host.reading()
@@ -254,7 +199,7 @@ def test_a_limit_that_limits_nothing_is_none(host: FakeHost, limit: str) -> None
         pytest.param(0, 3 * GIB, 5 * GIB + 3 * GIB, id="some of its pages are charged to another cgroup"),
     ],
 )
-def test_a_mapped_model_in_a_cgroup_is_used_once(host: FakeHost, active: int, inactive: int, expected: int) -> None:
+def test_a_mapped_model_in_a_cgroup_is_used_once(host: Bench, active: int, inactive: int, expected: int) -> None:
     host.mount(MOUNT_V2)
     host.group_v2("", 16 * GIB, current=8 * GIB, active=active, inactive=inactive)
     resident = host.process(10, file=4 * GIB)
@@ -262,7 +207,7 @@ def test_a_mapped_model_in_a_cgroup_is_used_once(host: FakeHost, active: int, in
     assert host.reading([resident]).used_bytes == expected
 
 
-def test_version_1(host: FakeHost) -> None:
+def test_version_1(host: Bench) -> None:
     host.mount("31 1 0:28 / /sys/fs/cgroup rw - tmpfs tmpfs rw", MOUNT_V1)
     host.write("self/cgroup", "5:devices:/\n4:memory:/docker/abc\n1:name=systemd:/docker/abc\n0::/\n")
     host.group_v1("docker/abc", 8 * GIB, current=3 * GIB, active=GIB, inactive=GIB)
@@ -271,7 +216,7 @@ def test_version_1(host: FakeHost) -> None:
     assert (reading.total_bytes, reading.used_bytes) == (8 * GIB, 2 * GIB)
 
 
-def test_version_1_without_a_limit(host: FakeHost) -> None:
+def test_version_1_without_a_limit(host: Bench) -> None:
     host.mount(MOUNT_V1)
     host.write("self/cgroup", "4:memory:/\n")
     host.group_v1("", NO_LIMIT_V1, current=5 * GIB)
@@ -286,7 +231,7 @@ def test_version_1_without_a_limit(host: FakeHost) -> None:
         pytest.param("/", "/../elsewhere", id="outside of its namespace"),
     ],
 )
-def test_a_container_sees_its_own_part_of_the_hierarchy(host: FakeHost, mounted: str, group: str) -> None:
+def test_a_container_sees_its_own_part_of_the_hierarchy(host: Bench, mounted: str, group: str) -> None:
     """The path of the group may be that of the machine; what is mounted is the container's, and it is its own top."""
     host.mount(f"35 31 0:32 {mounted} CGROUPS ro - cgroup cgroup rw,memory")
     host.write("self/cgroup", f"4:memory:{group}\n")
@@ -296,13 +241,13 @@ def test_a_container_sees_its_own_part_of_the_hierarchy(host: FakeHost, mounted:
     assert host.reading().total_bytes == 8 * GIB
 
 
-def test_a_hierarchy_that_we_are_not_in_limits_nothing(host: FakeHost) -> None:
+def test_a_hierarchy_that_we_are_not_in_limits_nothing(host: Bench) -> None:
     host.mount(MOUNT_V1)
     host.group_v1("", 8 * GIB)
     assert host.reading().total_bytes == 64 * GIB
 
 
-def test_both_versions_at_once(host: FakeHost) -> None:
+def test_both_versions_at_once(host: Bench) -> None:
     host.mount("38 31 0:38 / CGROUPS/unified rw - cgroup2 cgroup2 rw", MOUNT_V1.replace("CGROUPS", "CGROUPS/memory"))
     host.write("self/cgroup", "4:memory:/app\n0::/app\n")
     (host.cgroups / "unified/app").mkdir(parents=True)
@@ -310,7 +255,7 @@ def test_both_versions_at_once(host: FakeHost) -> None:
     assert host.reading().total_bytes == 8 * GIB
 
 
-def test_a_limit_whose_use_cannot_be_read_is_a_fault(host: FakeHost) -> None:
+def test_a_limit_whose_use_cannot_be_read_is_a_fault(host: Bench) -> None:
     host.mount(MOUNT_V2)
     host.group_v2("", 8 * GIB)
     (host.cgroups / "memory.stat").write_text("anon 1\n")

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final
 
 import orjson
 import typer
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.text import Text
 
 from gpuledger.domain.document_problems import DocumentError
@@ -115,7 +115,7 @@ def _show(document: dict[str, Any], as_json: bool, report: RenderableType) -> No
     if as_json:
         _print_json(document)
     else:
-        console().print(report)
+        console().print(report, soft_wrap=True)
 
 
 def _print_json(document: dict[str, Any]) -> None:
@@ -124,38 +124,34 @@ def _print_json(document: dict[str, Any]) -> None:
 
 
 def _check_report(document: Mapping[str, Any]) -> RenderableType:
-    counts = ", ".join(
-        f"{len(document[name])} {name}" for name in ("clients", "deployments", "capabilities") if name in document
-    )
-    return Text(
-        f"{document['file']} can be used: {counts}, policy {document['policy_revision']}, "
-        f"listens on {document['listen']}, ledger {document['ledger']}"
-    )
+    lines = [f"{document['file']} can be used"]
+    for name in ("clients", "deployments", "capabilities"):
+        lines.append(f"  {name}: {', '.join(document[name]) or 'none'}")
+    lines += [f"  policy: {document['policy_revision']}", f"  listen: {document['listen']}"]
+    lines.append(f"  ledger: {document['ledger']}")
+    return _text(lines)
 
 
 def _diff_report(document: Mapping[str, Any]) -> RenderableType:
     # The hashes of the file are recorded whenever anything in it changes.
     events = [event for event in document["events"] if event["type"] != "ConfigurationApplied"]
-    lines: list[Text] = []
-    if events:
-        lines.append(Text(f"A start would record in {document['ledger']}:"))
-        for event in events:
-            lines.append(Text(printable(f"  {event['type']} in {event['stream']}")))
-            lines += _change_lines(event["changes"])
-    else:
-        lines.append(Text("A start would change nothing: what is declared is what the ledger has, or is kept."))
+    lines = [f"A start would record in {document['ledger']}:" if events else "A start would record nothing of it."]
+    for event in events:
+        lines.append(f"  {event['type']} in {event['stream']}")
+        lines += [f"    {one['key']}: {_json(one['from'])} to {_json(one['to'])}" for one in event["changes"]]
     if document["kept"]:
-        lines.append(
-            Text("Other than in the file, and kept, since an operator changed it and the file did not change:")
-        )
-        for kept in document["kept"]:
-            lines.append(Text(printable(f"  {kept['what']}")))
-            lines += _change_lines(kept["changes"])
-    return Group(*lines)
+        lines.append("Kept, since an operator changed it and the file did not change since:")
+    for kept in document["kept"]:
+        lines.append(f"  {kept['what']}")
+        lines += [
+            f"    {one['key']}: {_json(one['to'])}, where the file says {_json(one['from'])}" for one in kept["changes"]
+        ]
+    return _text(lines)
 
 
-def _change_lines(changes: list[Mapping[str, Any]]) -> list[Text]:
-    return [
-        Text(printable(f"    {change['key']}: {json.dumps(change['from'])} to {json.dumps(change['to'])}"))
-        for change in changes
-    ]
+def _text(lines: list[str]) -> Text:
+    return Text("\n".join(printable(line) for line in lines))
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)

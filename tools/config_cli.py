@@ -124,12 +124,16 @@ def _print_json(document: dict[str, Any]) -> None:
 
 
 def _check_report(document: Mapping[str, Any]) -> RenderableType:
-    lines = [f"{document['file']} can be used"]
-    for name in ("clients", "deployments", "capabilities"):
-        lines.append(f"  {name}: {', '.join(document[name]) or 'none'}")
-    lines += [f"  policy: {document['policy_revision']}", f"  listen: {document['listen']}"]
-    lines.append(f"  ledger: {document['ledger']}")
-    return _text(lines)
+    names = ("clients", "deployments", "capabilities")
+    return _text(
+        [
+            f"{document['file']} can be used",
+            *(f"  {name}: {', '.join(document[name]) or 'none'}" for name in names),
+            f"  policy: {document['policy_revision']}",
+            f"  listen: {document['listen']}",
+            f"  ledger: {document['ledger']}",
+        ]
+    )
 
 
 def _diff_report(document: Mapping[str, Any]) -> RenderableType:

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from gpuledger.adapters.paths import written_path
 from gpuledger.domain.document_problems import DocumentError
@@ -16,17 +13,6 @@ from gpuledger.domain.documents import Json
 from .config import DEFAULT_LISTEN
 from .ledger_target import usual_config
 from .reading import read_document
-
-#: As that of commands that drive devices, without what these import.
-ConfigOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--config",
-        metavar="FILE",
-        help="The configuration; without it ./gpuledger.yaml, then var/gpuledger.yaml.",
-        show_default=False,
-    ),
-]
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,20 +24,18 @@ from gpuledger.domain.documents import Json
 from gpuledger.domain.state import ResidencyPolicy
 
 from .config import with_sizes
-from .config_parts import ConfigOption
 from .ledger_target import TargetError, bad_input_ends, end
 from .operator_client import (
     Document,
     OperatorClient,
-    ServerOption,
     ServerRefusesInput,
     ServerSaysNo,
-    TokenFileOption,
     path_of,
     reach,
 )
 from .plan_report import console, printable, table_of
 from .reading import read_document
+from .server_options import ConfigOption, ServerOption, TokenFileOption
 
 SAYS_NO: Final = 1
 _POLL_SECONDS: Final = 1.0
@@ -257,7 +255,7 @@ def nodes_drain(
         answer = client.post(path_of("nodes", node, "drain"))
         if wait:
             answer = {**answer, "node": _drained(client, node, timeout)}
-        show(answer, as_json, recorded_report)
+        show(answer, as_json, _drain_report)
 
 
 def _drained(client: OperatorClient, node_id: str, timeout_seconds: int) -> Document:
@@ -354,6 +352,11 @@ def recorded_report(document: Document) -> RenderableType:
 
 def _event_line(event: Document) -> Text:
     return Text(printable(f"#{event['seq']} {event['type']} in {event['stream']}"))
+
+
+def _drain_report(document: Document) -> RenderableType:
+    done = [Text(printable(f"{document['node']['node_id']} is drained"))] if "node" in document else []
+    return Group(recorded_report(document), *done)
 
 
 def _unload_report(document: Document) -> RenderableType:

@@ -7,18 +7,17 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, Final, Self, TypeAlias, cast
+from typing import Any, Final, Self, TypeAlias, cast
 from urllib.parse import quote
 
 import httpx
-import typer
 
 from .config import DEFAULT_LISTEN
 from .config_parts import config_parts
 from .ledger_target import TargetError
 from .reading import reason_of
+from .server_options import TOKEN_VARIABLE
 
-TOKEN_VARIABLE: Final = "GPULEDGER_TOKEN"  # noqa: S105 - its name
 PREFIX: Final = "/operator/v1"
 #: An answer is made from what the server has in memory, or from the newest end of its ledger.
 _TIMEOUT: Final = httpx.Timeout(30.0, connect=5.0)
@@ -30,25 +29,6 @@ _URL: Final = re.compile(r"https?://[^/\s]+")
 _ANY_HOST: Final = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104 - it is not bound
 
 Document: TypeAlias = Mapping[str, Any]
-
-ServerOption = Annotated[
-    str | None,
-    typer.Option(
-        "--server",
-        metavar="URL",
-        help="Where the server listens; without it the `listen` of the configuration.",
-        show_default=False,
-    ),
-]
-TokenFileOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--token-file",
-        metavar="FILE",
-        help=f"A file with the token of an operator; without it the variable {TOKEN_VARIABLE} has the token.",
-        show_default=False,
-    ),
-]
 
 
 class ServerSaysNo(Exception):

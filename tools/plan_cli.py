@@ -1,9 +1,12 @@
-"""`gpuledger plan`, `pressure` and `schema`: decisions on documents, without a ledger or a device."""
+"""`gpuledger plan`, `pressure` and `schema`: decisions on documents, without a ledger or a device.
+
+`plan --live` asks a running server instead, which decides on its own state and records nothing.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Annotated, Any, TypeAlias
 
@@ -22,9 +25,11 @@ from gpuledger.domain.documents import (
 )
 from gpuledger.domain.plan_schema import plan_schema
 from gpuledger.domain.planner import plan as plan_request
+from gpuledger.domain.policy import Priority
 
 from .plan_report import console, pressure_report, report_of
 from .reading import STDIN, lines_of, open_lines, read_document
+from .server_options import ConfigOption, ServerOption, TokenFileOption
 
 Document: TypeAlias = dict[str, Any]
 
@@ -59,12 +64,61 @@ def plan(
         str | None, typer.Option(metavar="FILE", help="The question: JSON or YAML, - for standard input.")
     ] = None,
     batch: Batch = None,
+    live: Annotated[bool, typer.Option("--live", help="On the running server, as it is now.")] = False,
+    capability: Annotated[
+        str | None, typer.Option(metavar="C", help="With --live: what is asked for.", show_default=False)
+    ] = None,
+    client: Annotated[
+        str | None, typer.Option(metavar="NAME", help="With --live: in the name of this client.", show_default=False)
+    ] = None,
+    priority: Annotated[
+        Priority | None, typer.Option("--class", help="With --live: of this class.", show_default=False)
+    ] = None,
+    lab: Annotated[bool, typer.Option("--lab", help="With --live: as a LAB request.")] = False,
+    rank: Annotated[int, typer.Option(metavar="N", min=0, max=100, help="With --live: of this fallback rank.")] = 0,
+    deadline_ms: Annotated[
+        int | None, typer.Option(metavar="MS", min=1, max=86_400_000, help="With --live: to begin so soon.")
+    ] = None,
     as_json: AsJson = False,
+    server: ServerOption = None,
+    token_file: TokenFileOption = None,
+    config: ConfigOption = None,
 ) -> None:
-    """Decide one request on a state, as the scheduler would, and say why.
+    """Decide one request, as the scheduler would, and say why: on a state that is written down, or `--live`.
 
-    Exit status: 0 whenever there is a plan, whatever it says; 2 when the input cannot be used.
+    Exit status: 0 whenever there is a plan, whatever it says; 1 the server says no or cannot be reached; 2 when the
+    input cannot be used.
     """
+    trial = {
+        "capability": capability,
+        "client": client,
+        "priority": None if priority is None else priority.value,
+        "lab": lab or None,
+        "fallback_rank": rank or None,
+        "deadline_ms": deadline_ms,
+    }
+    if live:
+        _check_live((state, request, batch), trial)
+        # Here, so that documents need not wait for what talks to servers.
+        from .plan_live import plan_live
+
+        plan_live(trial, server=server, token_file=token_file, config=config, as_json=as_json)
+        return
+    if any(value is not None for value in trial.values()):
+        raise typer.BadParameter("--capability, --client, --class, --lab, --rank and --deadline-ms go with --live")
+    _plan_documents(state, request, batch, as_json)
+
+
+def _check_live(documents: tuple[str | None, ...], trial: Mapping[str, object]) -> None:
+    if any(document is not None for document in documents):
+        raise typer.BadParameter("--live has the state of the server: it goes without --state, --request and --batch")
+    if trial["capability"] is None:
+        raise typer.BadParameter("--live needs --capability")
+    if trial["client"] is not None and (trial["priority"] is not None or trial["lab"]):
+        raise typer.BadParameter("--client has its class and LAB from the server: leave out --class and --lab")
+
+
+def _plan_documents(state: str | None, request: str | None, batch: str | None, as_json: bool) -> None:
     if batch is not None:
         if state is not None or request is not None:
             raise typer.BadParameter("--batch goes without --state and --request")

@@ -28,9 +28,10 @@ from gpuledger.adapters.tokens import (
 )
 from gpuledger.domain.units import Identifier, format_instant
 
-from .config_parts import ConfigOption, ConfigParts, config_parts
+from .config_parts import ConfigParts, config_parts
 from .ledger_target import TargetError, bad_input_ends
 from .plan_report import console, printable, table_of
+from .server_options import ConfigOption
 
 LIST_SCHEMA: Final = "gpuledger.token-list/1"
 MAX_NAME_CHARACTERS: Final = 64

@@ -1,0 +1,28 @@
+"""`gpuledger plan --live`: what a request would be told now. The running server decides, and records nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from .operator_cli import operating, show
+from .operator_client import Document
+from .plan_report import report_of
+
+
+def plan_live(
+    trial: Document, *, server: str | None, token_file: Path | None, config: Path | None, as_json: bool
+) -> None:
+    """Ask, show, and end as the commands of operators do. Keys of the trial that are None are not sent."""
+    with operating(server, token_file, config) as client:
+        answer = client.post("/plan", {key: value for key, value in trial.items() if value is not None})
+        show(answer, as_json, _report)
+
+
+def _report(document: Document) -> RenderableType:
+    plan = report_of(document["plan"])
+    if document["client_may_ask"]:
+        return plan
+    return Group(Text("this client may not ask for the capability: the gateway refuses it before it is planned"), plan)

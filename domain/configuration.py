@@ -93,7 +93,7 @@ def end_earlier_run(draft: Draft, node_id: str) -> None:
     for request_id in sorted(draft.world.requests):
         cancel_request(draft, request_id, "scheduler_restarted")
     for state, record in tuple(draft.world.residents()):
-        if state.node_id == node_id and record.eviction is None:
+        if state.node_id == node_id and (record.eviction is None or record.eviction.sleeps):
             begin_eviction(
                 draft,
                 state.accelerator.accelerator_id,

@@ -17,11 +17,26 @@ from gpuledger.domain.events import (
     PlanDecided,
     RequestReceived,
 )
+from gpuledger.domain.failures import Failure
+from gpuledger.domain.messages import (
+    AcceptEnvelope,
+    ClearAccelerator,
+    CordonNode,
+    DrainNode,
+    PauseLab,
+    ProfilingBegins,
+    ProfilingOver,
+    ResumeLab,
+    RevisePolicy,
+    SetResidency,
+    UncordonNode,
+    UnloadIdle,
+)
 from gpuledger.domain.planner import plan
 from gpuledger.domain.policy import Policy, Priority
 from gpuledger.domain.ports import NodeReading, TelemetryFault
 from gpuledger.domain.sampling import SampleTaken
-from gpuledger.domain.state import Attribution, Health, Residency, ResidencyPolicy, ResidentState
+from gpuledger.domain.state import Attribution, Health, Residency, ResidencyPolicy, ResidentState, Sleep
 from gpuledger.domain.units import GIB, MIB, MICROS_PER_MS, seconds
 from gpuledger.domain.view import view_of
 from gpuledger.domain.world import World, evolve, fold
@@ -34,7 +49,11 @@ MODELS = (
     Model("batch", 6 * GIB, 7 * GIB, load_ms=5000, priority=Priority.BACKGROUND, interruptible=True),
     Model("alone", 5 * GIB, 6 * GIB, load_ms=3000, residency=Residency(ResidencyPolicy.EXCLUSIVE, 60)),
     Model("pinned", 1 * GIB, 1 * GIB, load_ms=1000, residency=Residency(ResidencyPolicy.ALWAYS_WARM, 0)),
+    Model("dozer", 8 * GIB, 9 * GIB, load_ms=6000, sleep=Sleep(1 * GIB, 300, 700), interruptible=True),
+    Model("hermit", 4 * GIB, 5 * GIB, load_ms=4000, starts_alone=True),
+    Model("spare", 1 * GIB, 2 * GIB, load_ms=1000, fallback_of="chat"),
 )
+OPERATOR = "olga"
 POLICY = replace(Policy(), fair_wait_seconds=5, lease_ttl_seconds=30, max_residents=4)
 
 
@@ -54,6 +73,7 @@ class Hostile:
     def _shell(self, now: int) -> VirtualShell:
         shell = VirtualShell(self.ledger, MODELS, self._cards(), POLICY, now=now, check=invariants)
         shell.work_ms = lambda request_id: 100 + sum(request_id.encode()) * 7919 % 20_000
+        shell.streams = lambda request_id: sum(request_id.encode()) % 2 == 0
         return shell
 
     def step(self) -> None:
@@ -64,6 +84,10 @@ class Hostile:
             self.lose,
             self.crash_runtime,
             self.fail_loads,
+            self.stubborn,
+            self.operate,
+            self.retire,
+            self.profile,
         )
         self.draw.choice(operations)()
         if self.draw.randrange(200) == 0:
@@ -110,6 +134,40 @@ class Hostile:
 
     def fail_loads(self) -> None:
         self.shell.fail_loads ^= {self.draw.choice(MODELS).deployment_id}
+        self.shell.load_failure = self.draw.choice((Failure.MODEL_LOAD_FAILED, Failure.GPU_OOM, Failure.TIMEOUT))
+
+    def stubborn(self) -> None:
+        self.shell.stubborn ^= {"dozer"}
+
+    def operate(self) -> None:
+        deployment_id = self.draw.choice(MODELS).deployment_id
+        residency = Residency(self.draw.choice(tuple(ResidencyPolicy)), self.draw.randrange(0, 300))
+        operation = self.draw.choice(
+            (
+                UnloadIdle(OPERATOR, None),
+                CordonNode(OPERATOR, NODE),
+                DrainNode(OPERATOR, NODE),
+                UncordonNode(OPERATOR, NODE),
+                PauseLab(OPERATOR),
+                ResumeLab(OPERATOR),
+                SetResidency(OPERATOR, deployment_id, residency),
+                AcceptEnvelope(OPERATOR, deployment_id),
+                ClearAccelerator(OPERATOR, "GPU-0"),
+                RevisePolicy(OPERATOR, replace(POLICY, min_residency_loads=self.draw.randrange(3))),
+            )
+        )
+        self.shell.feed(operation)
+
+    def retire(self) -> None:
+        gone = (self.draw.choice(self.shell.cards).accelerator_id,) if self.draw.randrange(6) == 0 else ()
+        self.shell.feed(SampleTaken(NODE, NodeReading((), (), None, 0, gone=gone), {}))
+
+    def profile(self) -> None:
+        accelerator_id = self.draw.choice(self.shell.cards).accelerator_id
+        deployment_id = self.draw.choice(MODELS).deployment_id
+        self.shell.feed(ProfilingBegins(accelerator_id, deployment_id))
+        over = ProfilingOver(accelerator_id, deployment_id, "preempted", "made_way")
+        self.shell.after_ms(self.draw.randrange(1, 3000), lambda: self.shell.feed(over))
 
     def restart(self) -> None:
         self.shell.crash()
@@ -119,6 +177,8 @@ class Hostile:
     def heal(self) -> None:
         """Faults stop: everything must drain."""
         self.shell.fail_loads.clear()
+        self.shell.stubborn.clear()
+        self.shell.feed(UncordonNode(OPERATOR, NODE))
         for card in self.shell.cards:
             card.silent, card.external_bytes = False, 0
 
@@ -135,6 +195,9 @@ def invariants(shell: VirtualShell) -> None:
             assert lease.resident_id in accelerator.residents, "a lease on nothing"
             assert lease.lease.expires_at > shell.now, "a lease that ran out is shown as live"
             assert lease.lease.request_id in shell.world.requests, "a lease of nobody"
+        if accelerator.retired:
+            assert all(record.eviction is not None for record in accelerator.residents.values()), "it is no more"
+            continue
         accounting = account(view, accelerator_id)
         if accounting.attribution is not Attribution.UNKNOWN:
             assert accounting.schedulable_bytes <= max(0, accounting.full_bytes - accounting.physical_used_bytes)
@@ -142,6 +205,15 @@ def invariants(shell: VirtualShell) -> None:
             assert set(record.awaits) <= set(accelerator.residents), "it waits for what is gone"
             if record.resident.state is ResidentState.LOADING and record.load_started:
                 assert not record.awaits, "it loads before its victims are gone"
+            if record.resident.state is ResidentState.SLEEPING:
+                assert record.asleep, "it sleeps without ever having been put to sleep"
+                assert not accelerator.leases_on(record.resident.resident_id), "somebody holds what sleeps"
+        starting = [r for r in accelerator.residents.values() if r.resident.state is ResidentState.LOADING]
+        begun = [r for r in starting if r.load_started]
+        assert len(begun) <= 1 or not any(r.starts_alone for r in begun), "it does not start alone"
+    for request in shell.world.requests.values():
+        assert request.retries <= 1, "retries are bounded"
+        assert request.question.fallback_rank <= 1
 
 
 @pytest.mark.parametrize("seed", range(8))

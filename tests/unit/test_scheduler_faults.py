@@ -131,6 +131,20 @@ def test_a_process_that_dies_asleep_is_gone_and_loaded_anew() -> None:
     assert completed(again)
 
 
+def test_a_sleep_that_a_crash_of_the_scheduler_broke_off_is_an_unload_for_the_next_one() -> None:
+    shell = started(replace(SLEEPER, sleep=Sleep(1 * GIB, 5000, 1000)), LARGE)
+    shell.ask("r1", "sleeper@1")
+    shell.run_for(60)
+    shell.ask("r2", "large@1")
+    shell.run_for(1)
+    assert [e.action for e in events_of(shell, EvictionStarted)] == ["sleep"]
+    shell.crash()
+    again = VirtualShell(shell.ledger, shell.models, shell.cards, now=shell.now + 1)
+    again.start()
+    again.run_for(30)
+    assert not list(again.world.residents())
+
+
 # ---- starts that bear no neighbour ------------------------------------------------------------------------------
 
 

@@ -22,15 +22,17 @@ import pytest
 from pydantic import TypeAdapter
 
 from gpuledger.adapters import procfs
-from gpuledger.adapters.runtimes.config import RuntimeConfig
+from gpuledger.adapters.runtimes.config import ReferenceConfig, RuntimeConfig
 from gpuledger.adapters.runtimes.manager import RuntimeManager
+from gpuledger.adapters.runtimes.reference import Reference
 from gpuledger.domain.failures import Failure
-from gpuledger.domain.ports import Endpoint, ProcessIdentity, RuntimeFault, RuntimeFigures, Runtimes
+from gpuledger.domain.ports import Endpoint, ProcessIdentity, RuntimeFault, Runtimes
 
 pytestmark = pytest.mark.anyio
 
 CONFIG: TypeAdapter[RuntimeConfig] = TypeAdapter(RuntimeConfig)
 HOST = "host:node-1"
+GPU = "GPU-01234567-89ab-cdef-0123-456789abcdef"
 #: What a test waits for at most; nothing takes nearly as long unless it is broken.
 PATIENCE_SECONDS = 60
 
@@ -82,6 +84,9 @@ class RuntimesContract:
 
     path: ClassVar[str]
     question: ClassVar[dict[str, Any]]
+    #: What it runs on, and what it then sees as CUDA_VISIBLE_DEVICES: on a host no card.
+    accelerator_id: ClassVar[str] = HOST
+    visible: ClassVar[str] = ""
 
     @pytest.fixture
     def config(self) -> dict[str, Any]:
@@ -108,13 +113,13 @@ class RuntimesContract:
         with pytest.raises(KeyError):
             runtimes.facts("other")
         with pytest.raises(KeyError):
-            await runtimes.spawn("r", "other", HOST)
+            await runtimes.spawn("r", "other", self.accelerator_id)
 
     # ---- held ---------------------------------------------------------------------------------------------------
 
     async def test_a_spawned_process_is_held(self, runtimes: Runtimes) -> None:
         """Its identity is known before the runtime's first instruction, and it stays the same through it."""
-        process = await runtimes.spawn("r", "d", HOST)
+        process = await runtimes.spawn("r", "d", self.accelerator_id)
         assert procfs.is_alive(process)
         assert b"launcher.py" in process_file(process, "cmdline")
         assert not answers(runtimes.endpoint("r"))
@@ -124,19 +129,19 @@ class RuntimesContract:
         assert b"launcher.py" not in process_file(process, "cmdline")
 
     async def test_it_leads_a_session_of_its_own(self, runtimes: Runtimes) -> None:
-        process = await runtimes.spawn("r", "d", HOST)
+        process = await runtimes.spawn("r", "d", self.accelerator_id)
         entry = procfs.scan().entries[process.pid]
         assert (entry.session, entry.group, entry.parent) == (process.pid, process.pid, os.getpid())
 
     async def test_a_held_process_can_be_stopped(self, runtimes: Runtimes) -> None:
-        process = await runtimes.spawn("r", "d", HOST)
+        process = await runtimes.spawn("r", "d", self.accelerator_id)
         await runtimes.stop("r", 30)
         assert not Path(f"/proc/{process.pid}").exists()
 
     # ---- loaded -------------------------------------------------------------------------------------------------
 
     async def test_a_loaded_runtime_answers_who_has_its_key(self, runtimes: Runtimes) -> None:
-        await runtimes.spawn("r", "d", HOST)
+        await runtimes.spawn("r", "d", self.accelerator_id)
         await runtimes.load("r")
         endpoint = runtimes.endpoint("r")
         assert endpoint.base_url.startswith("http://127.0.0.1:")
@@ -146,24 +151,26 @@ class RuntimesContract:
 
     @pytest.mark.parametrize("key", ["", "wrong"])
     async def test_a_loaded_runtime_answers_nobody_else(self, runtimes: Runtimes, key: str) -> None:
-        await runtimes.spawn("r", "d", HOST)
+        await runtimes.spawn("r", "d", self.accelerator_id)
         await runtimes.load("r")
         answer = await ask(runtimes.endpoint("r"), self.path, self.question, key)
         assert answer.status_code == 401
 
     async def test_the_same_question_gets_the_same_answer(self, runtimes: Runtimes) -> None:
-        await runtimes.spawn("r", "d", HOST)
+        await runtimes.spawn("r", "d", self.accelerator_id)
         await runtimes.load("r")
         first, second = [(await ask(runtimes.endpoint("r"), self.path, self.question)).json() for _ in range(2)]
         assert self.essence(first) == self.essence(second)
 
     async def test_an_idle_runtime_says_so(self, runtimes: Runtimes) -> None:
-        await runtimes.spawn("r", "d", HOST)
+        await runtimes.spawn("r", "d", self.accelerator_id)
         await runtimes.load("r")
-        assert await runtimes.figures("r") == RuntimeFigures(0, 0)
+        figures = await runtimes.figures("r")
+        assert figures is not None
+        assert (figures.running, figures.waiting, figures.cache_use_bp or 0) == (0, 0, 0)
 
     async def test_keys_differ_and_are_in_no_argument(self, runtimes: Runtimes) -> None:
-        processes = [await runtimes.spawn(resident, "d", HOST) for resident in ("r", "s")]
+        processes = [await runtimes.spawn(resident, "d", self.accelerator_id) for resident in ("r", "s")]
         keys = [runtimes.endpoint(resident).api_key for resident in ("r", "s")]
         assert keys[0] != keys[1]
         for resident in ("r", "s"):
@@ -179,15 +186,15 @@ class RuntimesContract:
         monkeypatch.setenv("DATABASE_PASSWORD", "hunter2")
         monkeypatch.setenv("LLAMA_ARG_HOST", "0.0.0.0")
         async with opened({"d": config}, tmp_path) as runtimes:
-            process = await runtimes.spawn("r", "d", HOST)
+            process = await runtimes.spawn("r", "d", self.accelerator_id)
             await runtimes.load("r")
             environment = process_file(process, "environ")
         assert b"hunter2" not in environment
         assert b"0.0.0.0" not in environment
-        assert b"CUDA_VISIBLE_DEVICES=\0" in environment, "on a host no card may be seen"
+        assert f"CUDA_VISIBLE_DEVICES={self.visible}\0".encode() in environment
 
     async def test_logs_are_their_owners(self, runtimes: Runtimes, tmp_path: Path) -> None:
-        await runtimes.spawn("models/../r", "d", HOST)
+        await runtimes.spawn("models/../r", "d", self.accelerator_id)
         logs = list(tmp_path.rglob("*.log"))
         assert len(logs) == 1
         assert stat.S_IMODE(logs[0].stat().st_mode) == 0o600
@@ -196,8 +203,10 @@ class RuntimesContract:
     # ---- twice --------------------------------------------------------------------------------------------------
 
     async def test_every_call_is_safe_to_make_twice(self, runtimes: Runtimes) -> None:
-        first, second = await asyncio.gather(runtimes.spawn("r", "d", HOST), runtimes.spawn("r", "d", HOST))
-        assert first == second == await runtimes.spawn("r", "d", HOST)
+        first, second = await asyncio.gather(
+            runtimes.spawn("r", "d", self.accelerator_id), runtimes.spawn("r", "d", self.accelerator_id)
+        )
+        assert first == second == await runtimes.spawn("r", "d", self.accelerator_id)
         await asyncio.gather(runtimes.load("r"), runtimes.load("r"))
         await runtimes.load("r")
         await asyncio.gather(runtimes.stop("r", 30), runtimes.stop("r", 30))
@@ -211,16 +220,16 @@ class RuntimesContract:
             runtimes.endpoint("nobody")
 
     async def test_a_resident_can_come_back(self, runtimes: Runtimes) -> None:
-        first = await runtimes.spawn("r", "d", HOST)
+        first = await runtimes.spawn("r", "d", self.accelerator_id)
         await runtimes.stop("r", 30)
-        second = await runtimes.spawn("r", "d", HOST)
+        second = await runtimes.spawn("r", "d", self.accelerator_id)
         assert first != second
         await runtimes.load("r")
 
     # ---- ends ---------------------------------------------------------------------------------------------------
 
     async def test_stopped_means_gone(self, runtimes: Runtimes) -> None:
-        process = await runtimes.spawn("r", "d", HOST)
+        process = await runtimes.spawn("r", "d", self.accelerator_id)
         await runtimes.load("r")
         endpoint = runtimes.endpoint("r")
         await runtimes.stop("r", 30)
@@ -230,25 +239,25 @@ class RuntimesContract:
             runtimes.endpoint("r")
 
     async def test_a_crash_is_noticed(self, runtimes: Runtimes) -> None:
-        process = await runtimes.spawn("r", "d", HOST)
+        process = await runtimes.spawn("r", "d", self.accelerator_id)
         await runtimes.load("r")
         exited = asyncio.create_task(runtimes.exited("r"))
         await asyncio.sleep(0)
         os.kill(process.pid, signal.SIGKILL)
         fault = await exited
-        assert (fault.failure, fault.detail) == (Failure.RUNTIME_CRASH, "signal_9")
-        assert (await runtimes.exited("r")).detail == "signal_9"
+        assert (fault.failure, fault.detail) == (Failure.RUNTIME_CRASH, "killed")
+        assert (await runtimes.exited("r")).detail == "killed"
         await runtimes.stop("r", 30)
 
     async def test_an_end_before_ready_is_a_failed_load(self, runtimes: Runtimes) -> None:
-        process = await runtimes.spawn("r", "d", HOST)
+        process = await runtimes.spawn("r", "d", self.accelerator_id)
         os.kill(process.pid, signal.SIGKILL)
         with pytest.raises(RuntimeFault) as raised:
             await runtimes.load("r")
-        assert (raised.value.failure, raised.value.detail) == (Failure.MODEL_LOAD_FAILED, "signal_9")
+        assert (raised.value.failure, raised.value.detail) == (Failure.MODEL_LOAD_FAILED, "killed")
 
     async def test_an_end_that_was_asked_for_is_no_crash(self, runtimes: Runtimes) -> None:
-        await runtimes.spawn("r", "d", HOST)
+        await runtimes.spawn("r", "d", self.accelerator_id)
         await runtimes.load("r")
         exited = asyncio.create_task(runtimes.exited("r"))
         await asyncio.sleep(0)
@@ -256,20 +265,20 @@ class RuntimesContract:
         assert (await exited).detail == "stopped"
 
     async def test_a_crash_stays_one_when_it_is_cleared_away(self, runtimes: Runtimes) -> None:
-        process = await runtimes.spawn("r", "d", HOST)
+        process = await runtimes.spawn("r", "d", self.accelerator_id)
         await runtimes.load("r")
         exited = asyncio.create_task(runtimes.exited("r"))
         os.kill(process.pid, signal.SIGKILL)
         await gone(process)
         await runtimes.stop("r", 30)
-        assert (await exited).detail == "signal_9"
+        assert (await exited).detail == "killed"
 
     async def test_who_stops_waiting_leaves_nothing_behind(self, runtimes: Runtimes) -> None:
         """Whatever a caller waits for, its cancellation loses no process."""
-        spawning = asyncio.create_task(runtimes.spawn("r", "d", HOST))
+        spawning = asyncio.create_task(runtimes.spawn("r", "d", self.accelerator_id))
         await asyncio.sleep(0)
         spawning.cancel()
-        process = await runtimes.spawn("r", "d", HOST)
+        process = await runtimes.spawn("r", "d", self.accelerator_id)
         loading = asyncio.create_task(runtimes.load("r"))
         await asyncio.sleep(0)
         loading.cancel()
@@ -281,8 +290,8 @@ class RuntimesContract:
         assert not Path(f"/proc/{process.pid}").exists()
 
     async def test_close_ends_everything(self, runtimes: Runtimes) -> None:
-        held = await runtimes.spawn("held", "d", HOST)
-        loaded = await runtimes.spawn("loaded", "d", HOST)
+        held = await runtimes.spawn("held", "d", self.accelerator_id)
+        loaded = await runtimes.spawn("loaded", "d", self.accelerator_id)
         await runtimes.load("loaded")
         await runtimes.close()
         assert not Path(f"/proc/{held.pid}").exists()
@@ -294,7 +303,8 @@ class RuntimesContract:
     ) -> None:
         """SIGKILL of the scheduler, which can do nothing more about it."""
         scheduler = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", SCHEDULER, json.dumps(config, default=str), str(tmp_path), str(int(loaded))),
+            *(sys.executable, "-c", SCHEDULER, json.dumps(config, default=str)),
+            *(str(tmp_path), str(int(loaded)), self.accelerator_id),
             stdout=subprocess.PIPE,
         )
         assert scheduler.stdout is not None
@@ -323,9 +333,9 @@ SCHEDULER = textwrap.dedent(
     from gpuledger.adapters.runtimes.config import RuntimeConfig
     from gpuledger.adapters.runtimes.manager import RuntimeManager
 
-    async def main(config, folder, loaded):
+    async def main(config, folder, loaded, accelerator_id):
         runtimes = RuntimeManager({"d": TypeAdapter(RuntimeConfig).validate_json(config)}, Path(folder))
-        process = await runtimes.spawn("r", "d", "host:node-1")
+        process = await runtimes.spawn("r", "d", accelerator_id)
         if int(loaded):
             await runtimes.load("r")
         print(process.pid, process.start_ticks, process.boot_id, flush=True)
@@ -350,6 +360,7 @@ class Embeds:
 
 
 class Chats:
+    accelerator_id: ClassVar[str]
     path: ClassVar[str] = "/v1/chat/completions"
     question: ClassVar[dict[str, Any]] = {
         "messages": [{"role": "user", "content": "say something"}],
@@ -367,7 +378,7 @@ class Chats:
         return text
 
     async def test_stopping_does_not_wait_for_an_answer(self, runtimes: Runtimes) -> None:
-        process = await runtimes.spawn("r", "d", HOST)
+        process = await runtimes.spawn("r", "d", self.accelerator_id)
         await runtimes.load("r")
         endpoint = runtimes.endpoint("r")
         question = {**self.question, "max_tokens": 100_000, "stream": True}
@@ -403,3 +414,65 @@ class TestLlamaCppChat(Chats, RuntimesContract):
     @pytest.fixture
     def config(self, tiny_chat_gguf: Path) -> dict[str, Any]:
         return {"type": "llama_cpp", "task": "chat", "model": tiny_chat_gguf, "context_length": 2048, "threads": 1}
+
+
+class OnACard:
+    """vLLM serves from nothing else. The stand-in of tests/integration takes memory of the host all the same."""
+
+    accelerator_id: ClassVar[str] = GPU
+    visible: ClassVar[str] = GPU
+
+    @pytest.fixture
+    def vllm(self, tmp_path: Path) -> dict[str, Any]:
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "model.safetensors").write_bytes(bytes(1000))
+        stand_in = Path(__file__).parents[1] / "integration" / "vllm_stand_in.py"
+        # Not `sys.executable -I`: what it is given on PYTHONPATH it has to find.
+        orders = {"VLLM_STAND_IN": json.dumps({"token_seconds": 0.001})}
+        return {
+            "type": "vllm",
+            "model": tmp_path / "model",
+            "command": [sys.executable, str(stand_in)],
+            "parallel": 1,
+            "set": orders,
+        }
+
+
+class TestVllmEmbedding(OnACard, Embeds, RuntimesContract):
+    @pytest.fixture
+    def config(self, vllm: dict[str, Any]) -> dict[str, Any]:
+        return {**vllm, "task": "embedding"}
+
+
+class TestVllmChat(OnACard, Chats, RuntimesContract):
+    @pytest.fixture
+    def config(self, vllm: dict[str, Any]) -> dict[str, Any]:
+        return {**vllm, "task": "chat", "sleep_level": 1}
+
+
+def command_of(server: dict[str, Any]) -> dict[str, Any]:
+    """The reference server as any other: by its command line."""
+    config = ReferenceConfig.model_validate(server)
+    command = Reference(config).command(0, "key")
+    # Its port stands before its configuration, which is full of braces that stand for nothing.
+    program, configuration = command.argv[:-2], command.argv[-1]
+    return {
+        "type": "command",
+        "task": server["task"],
+        "command": [*program, "{port}", configuration],
+        "version": "1",
+        "api_key_variable": "GPULEDGER_API_KEY",
+        "metrics": {"running": "reference:requests_processing", "waiting": "reference:requests_deferred"},
+    }
+
+
+class TestCommandEmbedding(Embeds, RuntimesContract):
+    @pytest.fixture
+    def config(self) -> dict[str, Any]:
+        return command_of({"type": "reference", "task": "embedding"})
+
+
+class TestCommandChat(Chats, RuntimesContract):
+    @pytest.fixture
+    def config(self) -> dict[str, Any]:
+        return command_of({"type": "reference", "task": "chat", "tokens": 100_000, "token_ms": 1})

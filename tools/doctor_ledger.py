@@ -6,7 +6,6 @@ import errno
 import fcntl
 import os
 import re
-import shutil
 import socket
 import stat
 import tempfile
@@ -52,7 +51,7 @@ def check_disk(machine: Machine, config: Config) -> Iterator[Finding]:
     """The folder of the ledger: room, kind of file system, whether it can be written, and how long a commit takes."""
     folder = _nearest(config.ledger.parent)
     yield from _file_system(machine, folder)
-    free_bytes = shutil.disk_usage(folder).free
+    free_bytes = machine.free_bytes(folder)
     if free_bytes < LEAST_FREE_BYTES:
         yield fail(
             "disk space", f"{size(free_bytes)} free in {folder}: nothing is admitted on a full disk", "make room"

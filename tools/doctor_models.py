@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from gpuledger.adapters.runtimes.config import LlamaCppConfig, VllmConfig
+from gpuledger.adapters.runtimes.config import CommandConfig, LlamaCppConfig, VllmConfig
 from gpuledger.adapters.runtimes.llama_cpp import NO_SERVER
 from gpuledger.adapters.runtimes.manager import RuntimeManager
-from gpuledger.adapters.runtimes.programs import NO_PROGRAM
+from gpuledger.adapters.runtimes.programs import NO_PROGRAM, found
 from gpuledger.domain.accounting import reserve_of
 from gpuledger.domain.envelopes import with_margin
 from gpuledger.domain.explain import size
 from gpuledger.domain.failures import Failure
 from gpuledger.domain.policy import Policy
-from gpuledger.domain.ports import RuntimeFault
+from gpuledger.domain.ports import RuntimeFacts, RuntimeFault
 from gpuledger.domain.state import Kind
 
 from .config import Config, DeploymentEntry, HostEntry
@@ -45,13 +45,12 @@ def check_servers(machine: Machine) -> Iterator[Finding]:
     """Which servers of models there are at all."""
     path = machine.environment.get("PATH", "")
     programs = {name: shutil.which(name, path=path) for name in ("llama-server", "vllm")}
-    found = [f"{name} at {where}" for name, where in programs.items() if where is not None]
-    binding = importlib.util.find_spec(BINDING) is not None
-    if binding:
-        found.append(f"{BINDING} (llama.cpp for the CPU)")
+    there = [f"{name} at {where}" for name, where in programs.items() if where is not None]
+    if importlib.util.find_spec(BINDING) is not None:
+        there.append(f"{BINDING} (llama.cpp for the CPU)")
         yield from check_binding()
-    if found:
-        yield ok("runtimes", "; ".join(found))
+    if there:
+        yield ok("runtimes", "; ".join(there))
     else:
         yield warn(
             "runtimes",
@@ -74,31 +73,44 @@ def check_binding(command: tuple[str, ...] = (sys.executable, "-I", "-c", f"impo
         yield fail(BINDING, f"it cannot be imported: {' '.join(last)}", f"pip install --force-reinstall {BINDING}")
 
 
+def check_commands(machine: Machine, config: Config) -> Iterator[Finding]:
+    """The programs that command lines of the configuration name, looked for as they will be."""
+    for entry in config.document.deployments:
+        runtime = config.runtimes[entry.id]
+        if isinstance(runtime, CommandConfig | VllmConfig):
+            name = f"program of {entry.id}"
+            try:
+                yield ok(name, found(runtime.command[0], machine.environment))
+            except RuntimeFault as fault:
+                yield fail(name, *_told(fault, entry.id))
+
+
 def check_runtimes(
     machine: Machine, config: Config, reading: Callable[[str], None] = lambda _: None
 ) -> Iterator[Finding]:
-    """Each deployment's program, its version, and the SHA-256 of its model: what a start asks first.
+    """The version of each deployment's runtime, and the SHA-256 of its model: what a start asks first.
 
     Reads every model through, about a second a GB. `reading` is called with each deployment's id.
     """
     manager = RuntimeManager(config.runtimes, config.state_dir, environment=machine.environment)
     for entry in config.document.deployments:
         reading(entry.id)
-        name = f"runtime of {entry.id}"
         try:
-            facts = manager.facts(entry.id)
+            yield _runtime(entry, manager.facts(entry.id))
         except RuntimeFault as fault:
-            yield fail(name, *_told(fault, entry.id))
-            continue
-        if entry.kind is Kind.GPU and facts.runtime_version.startswith(BINDING):
-            yield fail(
-                name,
-                f"{facts.runtime_version} computes on the CPU, and the deployment is of kind gpu",
-                "install a llama-server that was built for the card, on PATH or as runtime.server",
-            )
-        else:
-            read = "" if facts.artifact_sha256 is None else f", model {facts.artifact_sha256[:12]}… read through"
-            yield ok(name, f"{facts.runtime} {facts.runtime_version}{read}")
+            yield fail(f"runtime of {entry.id}", *_told(fault, entry.id))
+
+
+def _runtime(entry: DeploymentEntry, facts: RuntimeFacts) -> Finding:
+    name = f"runtime of {entry.id}"
+    if entry.kind is Kind.GPU and facts.runtime_version.startswith(BINDING):
+        return fail(
+            name,
+            f"{facts.runtime_version} computes on the CPU, and the deployment is of kind gpu",
+            "install a llama-server that was built for the card, on PATH or as runtime.server",
+        )
+    read = "" if facts.artifact_sha256 is None else f", model {facts.artifact_sha256[:12]}… read through"
+    return ok(name, f"{facts.runtime} {facts.runtime_version}{read}")
 
 
 _WORDS: Final[Mapping[tuple[Failure, str], tuple[str, str]]] = {
@@ -122,9 +134,9 @@ _WORDS: Final[Mapping[tuple[Failure, str], tuple[str, str]]] = {
 def _told(fault: RuntimeFault, deployment_id: str) -> tuple[str, str]:
     """What was found and how to mend it, with the last line of what was said."""
     usual = (f"{fault.failure.value} ({fault.detail})", f"gpuledger profile {deployment_id} shows it happen")
-    found, mend = _WORDS.get((fault.failure, fault.detail), usual)
+    words, mend = _WORDS.get((fault.failure, fault.detail), usual)
     said = fault.evidence.decode("utf-8", "replace").strip().splitlines()[-1:]
-    return ": ".join([found, *said]), mend
+    return ": ".join([words, *said]), mend
 
 
 # ---- models -----------------------------------------------------------------------------------------------------
@@ -136,11 +148,11 @@ def check_models(machine: Machine, driver: Driver, config: Config) -> Iterator[F
         runtime = config.runtimes[entry.id]
         name = f"model of {entry.id}"
         if isinstance(runtime, LlamaCppConfig):
-            found = model_of(runtime.model)
-            if isinstance(found, Model):
-                yield _model(name, found, runtime, _room(machine, driver, config, entry), config.policy)
+            model = model_of(runtime.model)
+            if isinstance(model, Model):
+                yield _model(name, model, runtime, _room(machine, driver, config, entry), config.policy)
             else:
-                yield fail(name, f"{found.path} {found.why}", "fetch it again, or correct runtime.model")
+                yield fail(name, f"{model.path} {model.why}", "fetch it again, or correct runtime.model")
             if runtime.projector is not None:
                 yield from _projector(name, runtime.projector)
         elif isinstance(runtime, VllmConfig):
@@ -243,4 +255,4 @@ def check_places(driver: Driver, config: Config) -> Iterator[Finding]:
                 "nothing falls back to the other kind: change `kind`, or what is watched under `accelerators`",
             )
         elif names:
-            yield ok(f"kind {kind.value}", f"{len(names)} deployments, and a place for them")
+            yield ok(f"kind {kind.value}", f"there is a place for {', '.join(names)}")

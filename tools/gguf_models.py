@@ -106,8 +106,8 @@ def model_of(path: Path) -> Model | PassedOver:
     except GgufError as error:
         return PassedOver(path, str(error))
     except OSError as error:
-        missing = Path(str(error.filename)).name if error.filename is not None else ""
-        return PassedOver(path, f"{missing}: {reason_of(error)}".removeprefix(f"{path.name}: "))
+        which = "" if error.filename is None or Path(error.filename) == path else f"{Path(error.filename).name} "
+        return PassedOver(path, f"{which}cannot be read: {reason_of(error)}")
     if header.is_cut:
         return PassedOver(
             path, f"is cut: it has {header.size_bytes:,} bytes, and its tensors end at {header.least_bytes:,}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -107,6 +108,10 @@ def _usable(path: Path) -> bool:
     return os.access(path, os.R_OK | os.W_OK)
 
 
+def _free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(folder).free
+
+
 @dataclass(frozen=True, slots=True)
 class Machine:
     """Where things are looked at. `library`: of NVML, a path in place of what the loader finds."""
@@ -119,6 +124,7 @@ class Machine:
     pause: Callable[[float], None] = time.sleep
     clock_state: Callable[[], ClockState] = adjtimex
     usable: Callable[[Path], bool] = _usable
+    free_bytes: Callable[[Path], int] = _free_bytes
 
     @property
     def proc(self) -> Path:

@@ -142,11 +142,16 @@ Runtime = Callable[[httpx.Request], Awaitable[httpx.Response]]
 
 def answer_of(status: int, document: object) -> httpx.Response:
     """A whole answer of a runtime."""
+    return content_of(status, "application/json", json.dumps(document).encode())
+
+
+def content_of(status: int, kind: str, content: bytes) -> httpx.Response:
+    """One of any kind."""
 
     async def pieces() -> AsyncIterator[bytes]:
-        yield json.dumps(document).encode()
+        yield content
 
-    return httpx.Response(status, headers={"content-type": "application/json"}, stream=Upstream(pieces()))
+    return httpx.Response(status, headers={"content-type": kind}, stream=Upstream(pieces()))
 
 
 async def echo(request: httpx.Request) -> httpx.Response:

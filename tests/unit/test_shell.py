@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import pytest
 
-from gpuledger.adapters.http.ports import Cause, Ending, Granted, Lost, Refused, Repeated, Unavailable
+from gpuledger.adapters.http.ports import Cause, Ending, Granted, Refused, Repeated, Unavailable
 from gpuledger.adapters.ledger.memory import MemoryLedger
 from gpuledger.domain.events import (
     AcceleratorHealthChanged,
@@ -29,7 +29,7 @@ from gpuledger.domain.ports import Batch, RuntimeFault
 from gpuledger.domain.reasons import Reason
 from gpuledger.domain.scheduler import Scheduler
 from gpuledger.domain.state import Health, ResidentState
-from gpuledger.domain.units import GIB, MIB
+from gpuledger.domain.units import GIB
 from gpuledger.tools import shell as engine_module
 from gpuledger.tools.running import Haste, PartEnded
 from gpuledger.tools.snapshots import load_world, read_snapshot
@@ -286,51 +286,33 @@ class TestDefects:
 
 
 class TestCrashes:
-    async def test_a_crash_at_work_ends_the_request_and_the_next_one_loads_again(self) -> None:
+    async def test_a_crash_at_work_lets_the_request_wait_for_a_new_process(self) -> None:
         async with shell() as served:
             granted = await served.running.desk.submit(served.question())
             assert isinstance(granted, Granted)
             served.machine.crash("emb@host:local#1")
             lost = await asyncio.wait_for(granted.lost, 10)
-            assert lost == Lost(None, Failure.RUNTIME_CRASH, "signal_9")
-            await served.until(lambda: "ResidentEvicted" in served.names())
-            outcome = await served.running.desk.submit(served.question())
+            assert (lost.reason, lost.failure, lost.detail) == (None, Failure.RUNTIME_CRASH, "signal_9")
+            assert lost.again is not None
+            outcome = await served.running.desk.resume(granted.request_id, lost.again)
             assert isinstance(outcome, Granted)
-            assert outcome.start == "cold"
+            assert (outcome.start, outcome.passage.attempt) == ("cold", 2)
             assert served.machine.spawned == ["emb@host:local#1", "emb@host:local#2"]
 
     async def test_a_load_that_fails_is_told_and_holds_the_next_one_back(self) -> None:
         machine = Machine()
         machine.load_fault = RuntimeFault(Failure.MODEL_LOAD_FAILED, "exit_status_1", b"no such file")
-        async with shell(machine=machine) as served:
+        async with shell(machine=machine, policy={"gateway_retries": 0}) as served:
             outcome = await served.running.desk.submit(served.question())
             assert isinstance(outcome, Refused)
             assert (outcome.failure, outcome.detail) == (Failure.MODEL_LOAD_FAILED, "exit_status_1")
-            (recorded,) = (e.data for e in served.ledger.read_stream("capability:emb@1"))
-            assert isinstance(recorded, FailureRecorded)
-            assert recorded.evidence_sha256 == sha256(b"no such file").hexdigest()
+            recorded = [e.data for e in served.ledger.read_stream("capability:emb@1")]
+            assert isinstance(recorded[0], FailureRecorded)
+            assert recorded[0].evidence_sha256 == sha256(b"no such file").hexdigest()
             await served.until(lambda: machine.stopped == ["emb@host:local#1"])
-
-
-#: Levels of pressure that are never reached.
-NO_PRESSURE = {
-    "pressure_enter_bp": {"ELEVATED": 10_000, "HIGH": 10_000, "CRITICAL": 10_000},
-    "pressure_exit_bp": {"ELEVATED": 9_999, "HIGH": 9_999, "CRITICAL": 9_999},
-}
-
-
-class TestPreemption:
-    async def test_important_work_takes_the_place_of_work_that_may_be_interrupted(self) -> None:
-        machine = Machine()
-        machine.external_bytes = 7 * GIB - 250 * MIB  # with the reserve of 1 GiB, one model fits
-        humble = embedding(interruptible=True, priority="background")
-        async with shell(humble, embedding("other"), machine=machine, policy=NO_PRESSURE) as served:
-            first = await served.running.desk.submit(served.question(client="batch"))
-            assert isinstance(first, Granted)
-            second = await served.running.desk.submit(served.question(capability="other@1"))
-            assert isinstance(second, Granted)
-            assert first.lost.result() == Lost(Reason.PREEMPTED, None, "preempted_after_it_began")
-            assert machine.stopped == ["emb@host:local#1"]
+            late = await served.running.desk.submit(served.question(deadline_ms=100))
+            assert isinstance(late, Refused)
+            assert late.reason is Reason.DEADLINE_CANNOT_BE_MET
 
 
 class TestShutdown:

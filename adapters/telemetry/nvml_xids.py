@@ -43,6 +43,8 @@ class XidWatch:
         self._session = 0
         #: card -> its set; None for a card that has no events.
         self._sets: dict[str, EventSet | None] = {}
+        #: Cards that could not be watched, which the log has been told; they are asked again in each sample.
+        self._refused: set[str] = set()
         #: card -> GPU instance -> the accelerator that it was in the newest sample.
         self._instances: dict[str, dict[int, str]] = {}
         #: card or instance -> Xid -> mark of the newest one.
@@ -86,10 +88,13 @@ class XidWatch:
     def _watch(self, uuid: str, device: nvml.Device) -> None:
         try:
             self._sets[uuid] = self._binding.watch_xids(device)
+            self._refused.discard(uuid)
         except NvmlError as error:
             if error.code in _NO_EVENTS:
                 self._sets[uuid] = None
-                _logger.info("the Xids of %s cannot be watched: %s", uuid, error)
+            if uuid not in self._refused:
+                self._refused.add(uuid)
+                _logger.warning("the Xids of %s cannot be watched: %s", uuid, error)
 
     def _unwatch(self, uuid: str) -> None:
         events = self._sets.pop(uuid)

@@ -17,9 +17,10 @@ from gpuledger.domain.ports import AcceleratorReading, ManagedProcess, ManagedRe
 from gpuledger.domain.state import Accelerator
 from gpuledger.domain.units import GIB
 from tests.children import end, identity_of, read_line, running, sleeping, with_worker
-from tests.shim import NvmlShim, ShimCard, ShimProcess
+from tests.shim import NvmlShim, ShimCard, ShimInstance, ShimProcess
 
 GPU = "GPU-00000000-0000-0000-0000-00000000000a"
+MIG = "MIG-00000000-0000-0000-0000-0000000000a1"
 HOST = "host:node-1"
 
 
@@ -41,16 +42,35 @@ class Subject:
         return ManagedProcess(resident_id, self.accelerator_id, identity_of(pid))
 
 
-def on_gpu(shim: NvmlShim) -> Subject:
-    card = ShimCard(GPU, used_bytes=4 * GIB)
+def on_card(shim: NvmlShim, accelerator_id: str, card_with: Callable[[tuple[ShimProcess, ...]], ShimCard]) -> Subject:
     held: list[ShimProcess] = []
 
     def let_hold(pid: int) -> None:
         held.append(ShimProcess(pid, GIB))
-        shim.set([replace(card, processes=tuple(held))])
+        shim.set([card_with(tuple(held))])
 
-    shim.set([card])
-    return Subject(NodeTelemetry([NvmlSource(str(shim.library))]), GPU, let_hold)
+    shim.set([card_with(())])
+    return Subject(NodeTelemetry([NvmlSource(str(shim.library))]), accelerator_id, let_hold)
+
+
+def on_gpu(shim: NvmlShim) -> Subject:
+    card = ShimCard(GPU, used_bytes=4 * GIB)
+    return on_card(shim, GPU, lambda held: replace(card, processes=held))
+
+
+def on_instance(shim: NvmlShim) -> Subject:
+    """A GPU with MIG, of which one part is a resident's."""
+    instance = ShimInstance(MIG, gpu_instance=7, used_bytes=3 * GIB)
+    other = ShimInstance("MIG-other", gpu_instance=8, slot=1)
+    card = ShimCard(GPU, mig=1, instances=(instance, other))
+    return on_card(shim, MIG, lambda held: replace(card, instances=(replace(instance, processes=held), other)))
+
+
+def on_unified(shim: NvmlShim) -> Subject:
+    """A GPU that has no memory but this machine's."""
+    card = ShimCard(GPU, memory_error=3)
+    gpu = on_card(shim, GPU, lambda held: replace(card, processes=held))
+    return replace(gpu, telemetry=NodeTelemetry([HostSource("node-1"), NvmlSource(str(shim.library))]))
 
 
 def on_host() -> Subject:
@@ -62,7 +82,7 @@ def on_both(shim: NvmlShim) -> Subject:
     return replace(gpu, telemetry=NodeTelemetry([NvmlSource(str(shim.library)), HostSource("node-1")]))
 
 
-@pytest.fixture(params=["gpu", "host", "both"])
+@pytest.fixture(params=["gpu", "host", "both", "instance", "unified"])
 def subject(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Subject]:
     shim = NvmlShim(tmp_path)
     monkeypatch.setenv(*shim.state_variable)
@@ -70,6 +90,8 @@ def subject(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
         "gpu": lambda: on_gpu(shim),
         "host": on_host,
         "both": lambda: on_both(shim),
+        "instance": lambda: on_instance(shim),
+        "unified": lambda: on_unified(shim),
     }
     subject = makers[request.param]()
     yield subject
@@ -105,6 +127,10 @@ class TestTelemetry:
     def test_ids_are_unique(self, subject: Subject) -> None:
         ids = [one.accelerator_id for one in subject.telemetry.sample(()).accelerators]
         assert len(ids) == len(set(ids))
+
+    def test_what_is_gone_is_not_there(self, subject: Subject) -> None:
+        sample = subject.telemetry.sample(())
+        assert not {one.accelerator_id for one in sample.accelerators} & set(sample.gone)
 
     def test_age_is_a_duration(self, subject: Subject) -> None:
         assert subject.telemetry.sample(()).age_ms >= 0

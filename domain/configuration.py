@@ -31,10 +31,10 @@ from .events import (
     StreamKind,
     stream_name,
 )
+from .evictions import begin_eviction
 from .leases import cancel_request
 from .planner import PLANNER_VERSION
 from .policy import Policy, Priority
-from .residency import begin_eviction
 from .state import Residency
 from .units import CapabilityId, ClientId
 from .world import World

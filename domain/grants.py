@@ -21,10 +21,10 @@ from .events import (
     ThrashingDetected,
     stream_name,
 )
+from .evictions import begin_eviction
 from .faults import fall_back, record_refusal
 from .planner import PLANNER_VERSION, PlacementPlan, plan
 from .reasons import Reason, Verdict
-from .residency import begin_eviction
 from .units import MICROS_PER_MS, ceil_div, milliseconds, seconds
 
 #: What an admission does not keep: the evidence about others. It is recomputed by replay (ledger.md, Streams).

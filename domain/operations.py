@@ -25,6 +25,7 @@ from .events import (
     StreamKind,
     stream_name,
 )
+from .evictions import begin_eviction
 from .leases import active_on
 from .messages import (
     AcceptEnvelope,
@@ -39,7 +40,6 @@ from .messages import (
     UncordonNode,
     UnloadIdle,
 )
-from .residency import begin_eviction
 from .state import Health, ResidencyPolicy, ResidentState
 from .world import World
 

@@ -17,6 +17,7 @@ from typing import Final, assert_never
 from .accounting import is_fresh
 from .aggregates.accelerator import AcceleratorState, ResidentRecord
 from .aggregates.request import Phase, RequestState
+from .breakdowns import leave_retired, resident_failed, suspect_exceeded
 from .configuration import apply_configuration, end_earlier_run
 from .draft import Draft
 from .events import (
@@ -34,6 +35,7 @@ from .events import (
     StreamKind,
     stream_name,
 )
+from .evictions import reclaim_deadline
 from .faults import note_success, try_again_or_fail
 from .grants import decide, refuse
 from .leases import active_on, cancel_request, expire_due, record_failure, release, renew
@@ -78,21 +80,9 @@ from .policy import LOADING_SAMPLE_INTERVAL_SECONDS, RENEWALS_PER_TTL
 from .ports import Batch
 from .queue import Planned, is_due, is_held, is_profiling, next_change, waiting, wants_sample
 from .reasons import Reason
-from .residency import (
-    drain,
-    drain_deadline,
-    finish_evictions,
-    kept_until,
-    leave_retired,
-    let_go,
-    process_ended,
-    reclaim_deadline,
-    resident_failed,
-    room_given_up_at,
-    suspect_exceeded,
-    use_fresh_sample,
-    wants_fresh_sample,
-)
+from .reclaim import finish_evictions, process_ended
+from .residency import drain, drain_deadline, kept_until, let_go
+from .room import room_given_up_at, use_fresh_sample, wants_fresh_sample
 from .sampling import SampleTaken, record_sample
 from .state import Kind, ResidencyPolicy, ResidentState
 from .units import MICROS_PER_MS, milliseconds, seconds

@@ -87,6 +87,7 @@ def record_failure_of(
     evidence_sha256: str,
     attempt: int = 1,
 ) -> None:
+    """A failure of a resident, on the account of the capability that it serves."""
     deployment = draft.world.deployments.get(record.resident.deployment_id)
     if deployment is None:
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ from gpuledger.adapters.telemetry.host import HostSource
 from gpuledger.adapters.telemetry.node import NodeTelemetry
 from gpuledger.domain.failures import Failure
 from gpuledger.domain.ports import AcceleratorReading, ManagedProcess, ManagedReading, NodeReading, RuntimeFault
-from gpuledger.domain.state import Health, Kind
+from gpuledger.domain.state import Health, Kind, Sleep
 from gpuledger.domain.units import GIB, MIB
+from gpuledger.tools import measure as measure_module
 from gpuledger.tools import measure_meter
 from gpuledger.tools.measure import Measurement, Place, measure
 
@@ -28,6 +29,8 @@ pytestmark = pytest.mark.anyio
 PATIENCE_SECONDS = 120
 GPU = "GPU-01234567-89ab-cdef-0123-456789abcdef"
 NOW = 1_796_000_000_000_000
+ON_HOST = Place("d", "host:node-1", 0)
+ON_CARD = Place("d", GPU, 256 * MIB)
 SIZES = {"idle_bytes": 64 * MIB, "peak_bytes": 128 * MIB}
 #: What a request costs the reference server besides what it is told to hold.
 OVERHEAD_BYTES = 24 * MIB
@@ -118,10 +121,6 @@ async def fault_of(awaitable: Any) -> tuple[Failure, str]:
     return raised.value.failure, raised.value.detail
 
 
-ON_HOST = Place("d", "host:node-1", 0)
-ON_CARD = Place("d", GPU, 256 * MIB)
-
-
 # ---- on a host --------------------------------------------------------------------------------------------------
 
 
@@ -160,6 +159,66 @@ async def test_two_measurements_agree(tiny_chat_gguf: Path, tmp_path: Path) -> N
     assert first.full_context_tokens > 480
     assert first.event.artifact_sha256 is not None
     telemetry.close()
+
+
+@pytest.mark.parametrize("task", ["rerank", "transcription"])
+async def test_a_runtime_is_driven_with_what_its_task_takes(task: str, tmp_path: Path) -> None:
+    limits = {"max_inputs": 8} if task == "rerank" else {"max_audio_bytes": MIB}
+    telemetry = NodeTelemetry([HostSource("node-1")])
+    # So long that those that are asked at once overlap.
+    config = reference(task=task, parallel=2, service_ms=200, **limits)
+    result = await measured(config, ON_HOST, telemetry.sample, tmp_path)
+    assert result.event.envelope.peak_bytes == pytest.approx(128 * MIB, abs=OVERHEAD_BYTES)
+    assert (result.full_context_tokens > 480) is (task == "rerank")
+    telemetry.close()
+
+
+async def test_a_chat_is_driven_with_as_many_pictures_as_it_takes(tmp_path: Path) -> None:
+    telemetry = NodeTelemetry([HostSource("node-1")])
+    steps: list[str] = []
+    config = reference(max_images=2, parallel=2)
+    await measured(config, ON_HOST, telemetry.sample, tmp_path, progress=steps.append)
+    assert steps[-2] == "work: 2 pictures in one request, every slot at once"
+    telemetry.close()
+
+
+# ---- asleep -----------------------------------------------------------------------------------------------------
+
+DECLARED = Sleep(asleep_bytes=40 * MIB, sleep_ms=1, wake_ms=1)
+
+
+@pytest.mark.parametrize("place", [ON_HOST, ON_CARD], ids=["host", "card"])
+async def test_what_a_runtime_keeps_asleep_is_measured(place: Place, card: Card, tmp_path: Path) -> None:
+    """On the card the context of the driver stays."""
+    telemetry = NodeTelemetry([HostSource("node-1")])
+    config = reference(sleep={"asleep_bytes": 24 * MIB, "sleep_ms": 150, "wake_ms": 250})
+    stays = 24 * MIB + (0 if place is ON_HOST else card.context_bytes)
+    declared = replace(place, sleep=replace(DECLARED, asleep_bytes=stays + OVERHEAD_BYTES))
+    sample = telemetry.sample if place is ON_HOST else card.sample
+    event = (await measured(config, declared, sample, tmp_path)).event
+    assert event.sleep is not None
+    assert event.sleep.asleep_bytes == pytest.approx(stays, abs=OVERHEAD_BYTES)
+    assert event.sleep.sleep_ms >= 150
+    assert event.sleep.wake_ms >= 250
+    assert event.envelope.idle_bytes > event.sleep.asleep_bytes
+    telemetry.close()
+
+
+async def test_a_sleep_that_frees_nothing_is_measured_as_one(
+    card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it says counts for nothing: the device shows what it keeps."""
+    monkeypatch.setattr(measure_module, "ASLEEP_SHOWS_SECONDS", 0.5)
+    config = reference(sleep={"asleep_bytes": 24 * MIB}, faults={"sleep_keeps_memory": True})
+    event = (await measured(config, replace(ON_CARD, sleep=DECLARED), card.sample, tmp_path)).event
+    assert event.sleep is not None
+    assert event.sleep.asleep_bytes == pytest.approx(event.envelope.idle_bytes, abs=OVERHEAD_BYTES)
+
+
+async def test_a_runtime_that_cannot_sleep_is_measured_without(card: Card, tmp_path: Path) -> None:
+    event = (await measured(reference(), replace(ON_CARD, sleep=DECLARED), card.sample, tmp_path)).event
+    assert event.sleep is None
+    assert event.envelope.peak_bytes > event.envelope.idle_bytes
 
 
 # ---- on a card --------------------------------------------------------------------------------------------------
@@ -239,6 +298,31 @@ async def test_a_runtime_that_fails_says_how(
     card: Card, tmp_path: Path, faults: dict[str, Any], fault: tuple[Failure, str]
 ) -> None:
     assert await fault_of(measured(reference(faults=faults), ON_CARD, card.sample, tmp_path)) == fault
+
+
+async def test_one_that_is_given_up_leaves_nothing(card: Card, tmp_path: Path) -> None:
+    """Its process is gone and its memory is back when the measurement has ended."""
+    loading = asyncio.Event()
+    runtimes = RuntimeManager({"d": reference(load_ms=10**8)}, tmp_path)
+
+    def progress(step: str) -> None:
+        if step == "load":
+            loading.set()
+
+    try:
+        measuring = asyncio.create_task(
+            measure(runtimes, card.sample, Clock(), reference(), ON_CARD, progress=progress)
+        )
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await loading.wait()
+            while not _children():
+                await asyncio.sleep(0.01)
+            measuring.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await measuring
+        assert not _children()
+    finally:
+        await runtimes.close()
 
 
 async def test_a_context_that_is_smaller_than_declared_is_found(card: Card, tmp_path: Path) -> None:

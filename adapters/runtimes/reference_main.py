@@ -17,3 +17,5 @@ if __name__ == "__main__":
     from gpuledger.adapters.runtimes.reference_server import Server
 
     asyncio.run(Server(json.loads(sys.argv[2]), os.environ["GPULEDGER_API_KEY"]).run(int(sys.argv[1])))
+    # At once, as whoever is killed ends: what it holds goes with it, not piece by piece before it.
+    os._exit(0)

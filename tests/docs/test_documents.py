@@ -18,7 +18,8 @@ import typer
 from gpuledger.adapters.http.metrics import Metrics
 from gpuledger.adapters.http.openai_errors import status_of
 from gpuledger.adapters.http.ports import ServerFacts
-from gpuledger.adapters.telemetry.faults import FaultCode
+from gpuledger.adapters.telemetry.faults import Blindness, FaultCode, HealthCause
+from gpuledger.adapters.telemetry.xids import FATAL_XIDS, cause_of
 from gpuledger.domain.documents import Json, plan_case_of, policy_document, pressure_case_of
 from gpuledger.domain.events import EVENT_TYPES
 from gpuledger.domain.failures import Failure
@@ -203,15 +204,18 @@ _ENUMS: Final[tuple[type[StrEnum], ...]] = (
     Attribution,
     ResidentState,
     FaultCode,
+    Blindness,
+    HealthCause,
     Outcome,
 )
+_XIDS: Final = frozenset(cause_of(xid) for xid in FATAL_XIDS)
 #: Names of our own files.
 _FILES: Final = frozenset({"RUNBOOK_GPU_PRESSURE", "ADVANCED_GPU_SCHEDULER"})
 
 
 @each_page
 def test_reasons_and_other_closed_words_exist(page: Path) -> None:
-    known = {member.value for enum in _ENUMS for member in enum} | _FILES
+    known = {member.value for enum in _ENUMS for member in enum} | _XIDS | _FILES
     named = set(re.findall(r"\b[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+\b", page.read_text("utf-8")))
     assert named - known == set()
 
@@ -350,3 +354,14 @@ def test_codes_of_telemetry_are_documented() -> None:
     rows = rows_of(ROOT / "docs" / "operating.md", "| code | what it says |")
     told = {code for codes, _ in rows for code in codes.split(", ")}
     assert told == {code.value for code in FaultCode}
+
+
+def test_causes_of_faults_of_a_device_are_documented() -> None:
+    rows = rows_of(ROOT / "docs" / "operating.md", "| cause | health | what it says |")
+    told = [word for causes, *_ in rows for word in re.findall(r"[A-Z][A-Z0-9_]{2,}", causes)]
+    assert sorted(told) == sorted({*HealthCause, *_XIDS})
+
+
+def test_words_for_what_cannot_be_attributed_are_documented() -> None:
+    rows = rows_of(ROOT / "docs" / "operating.md", "| `blind` | why memory cannot be attributed by process |")
+    assert {words for words, _ in rows} == set(Blindness)

@@ -12,11 +12,10 @@ from gpuledger.domain.failures import Failure
 from gpuledger.domain.ports import RuntimeFacts, RuntimeFault, RuntimeFigures
 from gpuledger.domain.state import Kind
 
-from . import metrics as pages
 from .options import Json
 from .process import Command
 
-__all__ = ["OUT_OF_MEMORY", "Engine", "Json", "config_hash", "fault_of", "gauge"]
+__all__ = ["OUT_OF_MEMORY", "Engine", "Json", "config_hash", "fault_of"]
 
 OUT_OF_MEMORY: Final = "out_of_memory"
 #: Of the last output, that is hashed as evidence.
@@ -59,15 +58,6 @@ class Engine(Protocol):
 def config_hash(shape: Mapping[str, Json]) -> str:
     """SHA-256 of the canonical JSON of everything that shapes a deployment's memory (semantics.md 3)."""
     return hashlib.sha256(json.dumps(shape, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def gauge(metrics: str, name: str) -> int | None:
-    """A gauge of a Prometheus text, as an integer; None when it is missing.
-
-    >>> gauge("# TYPE a gauge\\na 2.0\\n", "a")
-    2
-    """
-    return pages.count(metrics, (name,))
 
 
 def fault_of(engine: Engine, failure: Failure, detail: str, output: bytes) -> RuntimeFault:

@@ -23,8 +23,8 @@ MetricName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z_:][A-Za-z0-9_:]*
 VLLM_RUNNING: Final = ("vllm:num_requests_running",)
 VLLM_WAITING: Final = ("vllm:num_requests_waiting",)
 VLLM_CACHE_USE: Final = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
-#: What is more is no count of requests, and nothing that a number of digits without end may be made of.
-_MAX_COUNT: Final = 10**9
+#: What is more is no count of requests; and of 1e999999999 no integer is to be made.
+_GREATEST: Final = 10**9
 #: Of a metric: `{label="value",...}`. A value may hold braces, spaces and escaped quotes.
 _LABELS: Final = r'(?:\{(?:[^"}\n]|"(?:[^"\\\n]|\\.)*")*\})?'
 
@@ -60,8 +60,7 @@ def count(page: str, names: tuple[str, ...]) -> int | None:
     3
     """
     values = _values(page, names)
-    total = sum(values, Decimal(0)) if values else None
-    return None if total is None or total > _MAX_COUNT else int(total)
+    return int(sum(values, Decimal(0))) if values else None
 
 
 def ratio_bp(page: str, names: tuple[str, ...]) -> int | None:
@@ -97,4 +96,4 @@ def _number(text: str) -> Decimal | None:
         value = Decimal(text)
     except InvalidOperation:
         return None
-    return value if value.is_finite() and value >= 0 else None
+    return value if value.is_finite() and 0 <= value <= _GREATEST else None

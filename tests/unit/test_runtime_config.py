@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from gpuledger.adapters.runtimes.artifacts import Artifacts, parts_of
 from gpuledger.adapters.runtimes.config import BASE_FOLDER, LlamaCppConfig, ReferenceConfig, RuntimeConfig
-from gpuledger.adapters.runtimes.engine import sum_of_gauges
+from gpuledger.adapters.runtimes.engine import fault_of
 from gpuledger.adapters.runtimes.llama_cpp import LlamaCpp
 from gpuledger.adapters.runtimes.reference import Reference
 from gpuledger.domain.failures import Failure
@@ -33,14 +33,22 @@ def test_the_type_chooses_the_runtime() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"type": "ollama", "task": "chat"}, "does not match any of the expected tags: 'llama_cpp', 'reference'"),
-        ({**LLAMA, "task": "poetry"}, "Input should be 'embedding' or 'chat'"),
+        ({"type": "ollama", "task": "chat"}, "does not match any of the expected tags: 'llama_cpp', 'vllm'"),
+        ({**LLAMA, "task": "poetry"}, "Input should be 'embedding', 'chat', 'transcription' or 'rerank'"),
         ({**LLAMA, "modell": "x"}, "Extra inputs are not permitted"),
         ({**LLAMA, "parallel": 0}, "greater than or equal to 1"),
         ({**LLAMA, "batch_size": 256, "ubatch_size": 512}, "ubatch_size: must not be greater than batch_size"),
         ({**EMBEDDING, "context_length": 1024}, "an embedding is computed in one piece"),
         ({**LLAMA, "pooling": "mean"}, "pooling: only a deployment that serves embeddings"),
         ({**REFERENCE, "dimensions": 3}, "dimensions: only a deployment that serves embeddings"),
+        ({**EMBEDDING, "max_images": 1}, "max_images: only a deployment that chats"),
+        ({**LLAMA, "max_audio_bytes": 1}, "max_audio_bytes: only a deployment that transcribes"),
+        ({**LLAMA, "max_images": 1}, "projector: goes with max_images"),
+        ({**LLAMA, "projector": "p.gguf"}, "projector: goes with max_images"),
+        ({**LLAMA, "task": "transcription"}, "task: llama.cpp is started here for text and images"),
+        ({**LLAMA, "task": "rerank", "context_length": 1024}, "a text is ranked in one piece"),
+        ({**REFERENCE, "check_schema": {"type": "objekt"}}, "is no JSON schema: 'objekt' is not valid"),
+        ({**REFERENCE, "check_schema": {"allOf": [{"$ref": "http://x/y"}]}}, "each $ref begins with #"),
         ({**LLAMA, "sha256": "abc"}, "should match pattern"),
         ({**REFERENCE, "idle_bytes": 10, "peak_bytes": 9}, "peak_bytes: must not be less than idle_bytes"),
         ({**REFERENCE, "faults": {"explode": True}}, "Extra inputs are not permitted"),
@@ -58,6 +66,9 @@ def test_paths_are_relative_to_the_configuration() -> None:
     assert isinstance(relative, LlamaCppConfig)
     assert relative.model == Path("/etc/gpuledger/m.gguf")
     assert relative.server == Path("/opt/llama-server")
+    seeing = CONFIG.validate_python({**LLAMA, "projector": "p.gguf", "max_images": 1}, context=context)
+    assert isinstance(seeing, LlamaCppConfig)
+    assert seeing.projector == Path("/etc/gpuledger/p.gguf")
     home = CONFIG.validate_python({**LLAMA, "model": "~/m.gguf"}, context=context)
     assert isinstance(home, LlamaCppConfig)
     assert home.model == Path.home() / "m.gguf"
@@ -94,12 +105,25 @@ def llama(model: Path, **changes: Any) -> LlamaCpp:
         {"cache_type_v": "q8_0"},
         {"task": "embedding"},
         {"task": "embedding", "pooling": "mean"},
+        {"task": "rerank"},
         {"max_inputs": 2048},
     ],
     ids=str,
 )
 def test_whatever_shapes_memory_is_in_the_hash(model: Path, change: dict[str, Any]) -> None:
     assert llama(model, **change).facts().config_hash != llama(model).facts().config_hash
+
+
+def test_what_a_model_sees_by_is_in_the_hash(model: Path, tmp_path: Path) -> None:
+    projector = tmp_path / "mmproj.gguf"
+    projector.write_bytes(b"GGUF eyes")
+    hashes = {llama(model).facts().config_hash}
+    hashes |= {llama(model, projector=projector, max_images=count).facts().config_hash for count in (1, 2)}
+    projector.write_bytes(b"GGUF other eyes")
+    hashes.add(llama(model, projector=projector, max_images=1).facts().config_hash)
+    assert len(hashes) == 4
+    argv = llama(model, projector=projector, max_images=1).command(1, "key").argv
+    assert argv[argv.index("--mmproj") + 1] == str(projector)
 
 
 def test_where_a_model_lies_shapes_nothing_and_what_it_is_does(model: Path, tmp_path: Path) -> None:
@@ -181,9 +205,59 @@ def test_a_split_model_is_all_of_its_parts(tmp_path: Path) -> None:
     assert (raised.value.failure, raised.value.detail) == (Failure.MODEL_LOAD_FAILED, "artifact_missing")
 
 
+def folder_of(path: Path, **files: bytes) -> Path:
+    for name, content in files.items():
+        file = path / name.replace("__", "/")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+    return path
+
+
+def test_a_folder_is_all_that_shapes_its_model(tmp_path: Path) -> None:
+    """Names and content, in whatever order the file system has them; links as what they point to."""
+    folder = folder_of(tmp_path / "a", weights=b"one", config=b"{}", sub__tokenizer=b"t")
+    artifacts = Artifacts()
+    before = artifacts.inspect(folder)
+    assert before.size_bytes == 6
+    same = folder_of(tmp_path / "b", sub__tokenizer=b"t", config=b"{}", blobs=b"")
+    (same / "blobs").unlink()
+    (tmp_path / "blob").write_bytes(b"one")
+    (same / "weights").symlink_to(tmp_path / "blob")
+    assert artifacts.inspect(same) == before
+    (same / "README.md").write_bytes(b"prose")
+    (same / ".cache").mkdir()
+    (same / ".cache" / "lock").write_bytes(b"x")
+    assert artifacts.inspect(same) == before
+    (tmp_path / "blob").write_bytes(b"two")
+    assert artifacts.inspect(same).sha256 != before.sha256
+    (folder / "weights").rename(folder / "renamed")
+    assert artifacts.inspect(folder).sha256 != before.sha256
+
+
+def test_a_folder_is_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpuledger.adapters.runtimes.artifacts.MAX_FILES", 2)
+    folder = folder_of(tmp_path / "a", x=b"1", y=b"2")
+    Artifacts().inspect(folder)
+    folder_of(folder, z=b"3")
+    with pytest.raises(RuntimeFault) as raised:
+        Artifacts().inspect(folder)
+    assert raised.value.detail == "artifact_unreadable"
+
+
+def test_known_hashes_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest goes, and is read again where it is asked for."""
+    monkeypatch.setattr("gpuledger.adapters.runtimes.artifacts.MAX_KNOWN_FILES", 2)
+    artifacts, models = Artifacts(), [tmp_path / name for name in "abc"]
+    for model in models:
+        model.write_bytes(model.name.encode())
+    first = [artifacts.inspect(model).sha256 for model in models]
+    assert [artifacts.inspect(model).sha256 for model in models] == first
+    assert len(vars(artifacts)["_hashes"]) == 2
+
+
 @pytest.mark.parametrize(
     ("name", "detail"),
-    [("absent.gguf", "artifact_missing"), ("folder", "artifact_unreadable"), ("pipe", "artifact_unreadable")],
+    [("absent.gguf", "artifact_missing"), ("folder", "artifact_missing"), ("pipe", "artifact_unreadable")],
 )
 def test_what_is_no_file_is_no_model(tmp_path: Path, name: str, detail: str) -> None:
     (tmp_path / "folder").mkdir()
@@ -239,27 +313,8 @@ def test_a_server_that_is_not_there_is_none(model: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("text", "total"),
-    [
-        ("a 1\nb 2\n", 3),
-        ("# HELP a 7\n# TYPE a gauge\na 1.0\nb 2e0\n", 3),
-        ("a 1\n", None),
-        ("a NaN\nb 1\n", None),
-        ("a +Inf\nb 1\n", None),
-        ("aa 1\nb 1\n", None),
-        ("", None),
-    ],
-)
-def test_gauges_are_summed_when_all_are_there(text: str, total: int | None) -> None:
-    assert sum_of_gauges(text, ("a", "b")) == total
-
-
-@pytest.mark.parametrize(
     ("output", "complaint"),
     [
-        (b"ggml_backend_cuda_buffer_type_alloc_buffer: allocating 9 MiB on device 0: cudaMalloc failed: out of memory",
-         (Failure.GPU_OOM, "out_of_memory")),
-        (b"unable to allocate CUDA0 buffer", (Failure.GPU_OOM, "out_of_memory")),
         (b"gguf_init_from_reader: invalid magic characters", (Failure.MODEL_LOAD_FAILED, "model_corrupt")),
         (b"data is not within the file bounds, model is corrupted or incomplete",
          (Failure.MODEL_LOAD_FAILED, "model_corrupt")),
@@ -270,3 +325,13 @@ def test_gauges_are_summed_when_all_are_there(text: str, total: int | None) -> N
 )  # fmt: skip
 def test_llama_cpp_is_understood(model: Path, output: bytes, complaint: tuple[Failure, str] | None) -> None:
     assert llama(model).complaint(output) == complaint
+
+
+def test_want_of_memory_explains_an_end_at_any_time_and_other_words_a_load_alone(model: Path) -> None:
+    engine, killed = llama(model), "killed"
+    memory, port = b"cudaMalloc failed: out of memory\n", b"couldn't bind HTTP server socket\n"
+    for failure in (Failure.MODEL_LOAD_FAILED, Failure.RUNTIME_CRASH):
+        assert fault_of(engine, failure, killed, port + memory).failure is Failure.GPU_OOM
+    assert fault_of(engine, Failure.MODEL_LOAD_FAILED, killed, port).detail == "port_in_use"
+    crash = fault_of(engine, Failure.RUNTIME_CRASH, killed, port)
+    assert (crash.failure, crash.detail, crash.evidence) == (Failure.RUNTIME_CRASH, killed, port)

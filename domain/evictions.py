@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import faults
-from .aggregates.accelerator import ResidentRecord
+from .aggregates.accelerator import AcceleratorState, ResidentRecord
 from .aggregates.deployment import planned
 from .draft import Draft
 from .events import EvictionCause, EvictionStarted, ReleaseCause, ResidentEvicted
@@ -11,7 +11,9 @@ from .eviction import Action
 from .failures import EMPTY_SHA256, Failure
 from .leases import release
 from .policy import Policy
+from .state import ResidentState
 from .units import seconds
+from .world import World
 
 
 def begin_eviction(
@@ -68,6 +70,17 @@ def _left_asleep(draft: Draft, record: ResidentRecord) -> int:
     asleep_bytes = 0 if sleep is None else sleep.asleep_bytes
     promised = max(0, resident.attributed_bytes - asleep_bytes)
     return asleep_bytes + min(draft.world.policy.reclaim_tolerance_bytes, promised // 2)
+
+
+def must_not_stop_yet(world: World, state: AcceleratorState, record: ResidentRecord) -> bool:
+    """A start that would take freed memory for its own doing goes first; its end is bounded (runtimes.md, vLLM)."""
+    if any(node.draining_for_shutdown for node in world.nodes.values()) or state.retired:
+        return False
+    return any(
+        other.starts_alone and other.resident.state is ResidentState.LOADING and other.load_started and other.alive
+        for other in state.residents.values()
+        if other is not record
+    )
 
 
 def reclaim_deadline(policy: Policy, started_at: int) -> int:

@@ -7,7 +7,7 @@ from typing import Final
 from .aggregates.accelerator import Eviction, ResidentRecord
 from .draft import Draft
 from .events import EvictionCause, MemoryNotReclaimed, ReleaseCause, ResidentEvicted, ResidentSlept
-from .evictions import begin_eviction, reclaim_deadline, record_failure_of
+from .evictions import begin_eviction, must_not_stop_yet, reclaim_deadline, record_failure_of
 from .failures import Failure
 from .room import unconfirmed_on, undo
 
@@ -24,6 +24,8 @@ def finish_evictions(draft: Draft) -> None:
                 continue
             if record.eviction.gone_samples >= AGREEING_SAMPLES:
                 _finish(draft, accelerator_id, record, record.eviction)
+            elif must_not_stop_yet(draft.world, state, record):
+                continue  # it has not been told yet
             elif draft.now >= reclaim_deadline(draft.world.policy, record.eviction.started_at):
                 _not_reclaimed(draft, accelerator_id, record)
 

@@ -35,7 +35,7 @@ from .events import (
     StreamKind,
     stream_name,
 )
-from .evictions import reclaim_deadline
+from .evictions import must_not_stop_yet, reclaim_deadline
 from .faults import note_success, try_again_or_fail
 from .grants import decide, refuse
 from .leases import active_on, cancel_request, expire_due, record_failure, release, renew
@@ -458,7 +458,7 @@ def _finish_shutdown(draft: Draft, node_id: str) -> None:
 def _of_resident(world: World, state: AcceleratorState, record: ResidentRecord) -> tuple[Effect, ...]:
     resident = record.resident
     if record.eviction is not None:
-        if _must_not_stop_yet(world, state, record):
+        if must_not_stop_yet(world, state, record):
             return ()
         if record.eviction.sleeps:
             return (SleepRuntime(resident.resident_id),)
@@ -471,17 +471,6 @@ def _of_resident(world: World, state: AcceleratorState, record: ResidentRecord) 
         accelerator_id = state.accelerator.accelerator_id
         return (SpawnRuntime(resident.resident_id, resident.deployment_id, accelerator_id),)
     return (LoadRuntime(resident.resident_id),)
-
-
-def _must_not_stop_yet(world: World, state: AcceleratorState, record: ResidentRecord) -> bool:
-    """A start that would take freed memory for its own doing goes first; its end is bounded (runtimes.md, vLLM)."""
-    if any(node.draining_for_shutdown for node in world.nodes.values()) or state.retired:
-        return False
-    return any(
-        other.starts_alone and other.resident.state is ResidentState.LOADING and other.load_started and other.alive
-        for other in state.residents.values()
-        if other is not record
-    )
 
 
 def _forwards(world: World, now: int) -> tuple[Forward, ...]:

@@ -26,7 +26,14 @@ from gpuledger.domain.events import (
     ThrashingDetected,
 )
 from gpuledger.domain.failures import Failure
-from gpuledger.domain.messages import AcceptEnvelope, EnvelopeTaken, ProfilingBegins, ProfilingOver, WorkEnded
+from gpuledger.domain.messages import (
+    AcceptEnvelope,
+    EnvelopeTaken,
+    ProfilingBegins,
+    ProfilingOver,
+    UnloadIdle,
+    WorkEnded,
+)
 from gpuledger.domain.operations import problem_of
 from gpuledger.domain.policy import Policy, Priority
 from gpuledger.domain.reasons import Reason
@@ -160,6 +167,22 @@ def test_a_runtime_that_starts_alone_waits_for_others_and_lets_nobody_stop_meanw
     ready = [e.ready_at for e in events_of(shell, ResidentReady)]
     loads = [e.loaded_at for e in events_of(shell, ResidentLoadStarted)]
     assert loads[1] >= ready[0], "one start after the other"
+
+
+def test_an_eviction_that_waits_for_such_a_start_has_its_time_afterwards() -> None:
+    alone = replace(SMALL, deployment_id="alone", starts_alone=True, load_ms=90_000)
+    shell = started(alone, SMALL)
+    shell.ask("r1", "small@1")
+    shell.run_for(20)
+    shell.ask("r2", "alone@1")
+    shell.run_for(5)
+    shell.feed(UnloadIdle("olga", "small"))
+    shell.run_for(70)
+    assert states(shell) == {"small": ResidentState.UNLOADING, "alone": ResidentState.LOADING}
+    assert not events_of(shell, FailureRecorded)
+    shell.run_for(30)
+    assert states(shell) == {"alone": ResidentState.READY}
+    assert not events_of(shell, FailureRecorded)
 
 
 # ---- retries, fallback, degradation -----------------------------------------------------------------------------

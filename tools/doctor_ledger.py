@@ -17,6 +17,7 @@ from typing import Final
 from gpuledger.adapters import procfs
 from gpuledger.adapters.ledger.lock import holder
 from gpuledger.adapters.ledger.sqlite import SqliteLedger
+from gpuledger.adapters.tokens import FILE_NAME as TOKENS
 from gpuledger.domain.explain import duration, size
 from gpuledger.domain.ports import LedgerCorrupt, LedgerUnavailable
 from gpuledger.domain.units import GIB, MIB
@@ -148,8 +149,7 @@ def _wrong_modes(config: Config) -> Iterator[Finding]:
         mode = _mode(token)
         if mode is not None and mode & 0o077:
             yield fail("permissions", f"{token} can be read by others (mode {mode:04o})", f"chmod 600 {token}")
-    state = (config.ledger, config.state_dir / "request.key", config.state_dir / "runtimes")
-    for path in state:
+    for path in (config.ledger, *(config.state_dir / name for name in ("request.key", "runtimes", TOKENS))):
         mode = _mode(path)
         if mode is not None and mode & 0o077:
             yield warn("permissions", f"{path} is open to others (mode {mode:04o})", f"chmod go-rwx {path}")

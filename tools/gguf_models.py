@@ -92,6 +92,11 @@ def models_in(folder: Path) -> tuple[list[Model], list[PassedOver]]:
         part = _PART.search(path.name)
         if part is not None and int(part["number"]) != 1:
             continue
+        try:
+            str(path).encode()
+        except UnicodeEncodeError:
+            passed.append(PassedOver(Path(ascii(path.name)), "has a name that is no text"))
+            continue
         found = model_of(path)
         models += [found] if isinstance(found, Model) else []
         passed += [found] if isinstance(found, PassedOver) else []

@@ -217,16 +217,14 @@ class SelfProfiling:
                 self._preempted = 0
                 self._failures.pop(key, None)
             case "preempted":
-                pause = min(FIRST_PREEMPTED_PAUSE_SECONDS * 2**self._preempted, LAST_PREEMPTED_PAUSE_SECONDS)
-                # No further than the pause grows: who is busy for months must not make a number without end.
-                self._preempted += 1 if pause < LAST_PREEMPTED_PAUSE_SECONDS else 0
-                self._not_before = self._now() + pause
+                self._preempted += 1
+                self._not_before = self._now() + pause_after_preemptions(self._preempted)
             case "failed":
                 known = self._failures.get(key)
                 state = self._state_of(place)
                 count = 1 if known is None or known.state != state else known.count + 1
-                pause = FIRST_FAILED_PAUSE_SECONDS * 2 ** (count - 1)
-                self._failures[key] = _Failures(state, count, self._now() + pause)
+                not_before = self._now() + FIRST_FAILED_PAUSE_SECONDS * 2.0 ** (count - 1)
+                self._failures[key] = _Failures(state, count, not_before)
                 _log.warning("could not be measured", deployment=place.deployment_id, attempt=count, limit=MAX_FAILURES)
 
     def _may_try(self, place: Place) -> bool:
@@ -254,6 +252,16 @@ class SelfProfiling:
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
+
+
+def pause_after_preemptions(count: int) -> float:
+    """Seconds without a measurement after so many in a row that made way.
+
+    >>> [pause_after_preemptions(count) for count in (1, 2, 3, 7, 8, 100_000)]
+    [5.0, 10.0, 20.0, 320.0, 600.0, 600.0]
+    """
+    # The exponent is bounded too: whoever is busy for months must not make a number without end.
+    return min(FIRST_PREEMPTED_PAUSE_SECONDS * 2.0 ** min(count - 1, 16), LAST_PREEMPTED_PAUSE_SECONDS)
 
 
 def _step(deployment_id: str, step: str) -> None:

@@ -110,10 +110,9 @@ class Failures:
     preemptions: int = 0
     recent: tuple[FailureView, ...] = ()
 
-    def newest(self, limit: int, failure: Failure | None = None) -> tuple[FailureView, ...]:
-        """The newest `limit`, of one class or of all, newest first."""
-        fitting = (view for view in reversed(self.recent) if failure in (None, view.failure))
-        return tuple(fitting)[: max(0, limit)]
+    def newest(self, limit: int) -> tuple[FailureView, ...]:
+        """The newest `limit`, newest first."""
+        return tuple(reversed(self.recent))[: max(0, limit)]
 
     def count(self, failure: Failure) -> int:
         """How often a class was recorded."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields
 from functools import reduce
 from typing import Annotated, Any, Final, TypeAlias
@@ -18,16 +18,17 @@ from gpuledger.domain.explain import duration, size
 from gpuledger.domain.ports import LedgerReader
 from gpuledger.domain.reasons import Reason, Verdict
 from gpuledger.domain.units import format_instant
-from gpuledger.projections import failures, plan_history
-from gpuledger.projections.failures import Failures, FailureView
+from gpuledger.projections import plan_history
 from gpuledger.projections.leases import ENDED_LIMIT, Leases, LeaseView
 from gpuledger.projections.plan_history import PlanHistory, PlanRecord
 
+from .ages import ago
 from .lease_history import lease_history
 from .ledger_target import ConfigOption, TargetArgument, opened
 from .plan_report import console, printable, table_of
+from .recent import newest_failures, newest_onsets
 from .status import lease_document, live_leases, status_document
-from .status_report import ago, header, leases_table, status_report
+from .status_report import header, leases_table, status_report
 from .story import story_document
 from .story_report import story_report
 
@@ -48,15 +49,16 @@ def register(app: typer.Typer) -> None:
 
 
 def status(target: TargetArgument = None, as_json: AsJson = False, config: ConfigOption = None) -> None:
-    """Show memory, residents, leases, queue and deployments as they are now.
+    """Show what needs a look, then memory, residents, leases, queue and deployments as they are now.
 
     Exit status: 0 shown, whether or not a scheduler runs; 2 bad input.
     """
     with opened(target, config) as found:
         # Who drives it is asked first: a scheduler that leaves meanwhile has ended its leases in what is read then.
         source = found.source()
-        document = status_document(found.world(), found.now(), source, _newest_failures(found.reader))
-        _show(document, as_json, status_report)
+        newest, onsets = newest_failures(found.reader, _FAILURES_SHOWN), newest_onsets(found.reader)
+        document = status_document(found.world(), found.now(), source, newest, onsets)
+        show(document, as_json, status_report)
 
 
 def leases(
@@ -81,14 +83,14 @@ def leases(
         shown = status_document(world, now, source)
         document: Document = {
             "schema": LEASES_SCHEMA,
-            **{key: shown[key] for key in ("now", "ledger", "scheduler", "policy_revision", "nodes")},
+            **{key: shown[key] for key in ("now", "ledger", "scheduler", "policy_revision", "lab_paused", "nodes")},
             "leases": [
                 lease_document(lease, record, now) | _renewals(history, lease.lease_id) for lease, record in live
             ],
             "not_live": sum(1 for _ in world.leases()) - len(live),
             "ended": [_ended_document(lease) for lease in history.last_ended(ended)],
         }
-        _show(document, as_json, _leases_report)
+        show(document, as_json, _leases_report)
 
 
 def plans(
@@ -119,7 +121,7 @@ def plans(
             "plans": [_plan_document(record) for record in newest[:limit]],
             "left_out": max(0, len(newest) - limit),
         }
-        _show(document, as_json, _plans_report)
+        show(document, as_json, _plans_report)
 
 
 def explain(
@@ -137,15 +139,10 @@ def explain(
     """
     with opened(target, config) as found:
         document = story_document(found, subject, recorded_only=recorded)
-        _show(document, as_json, lambda story: story_report(story, found.now()))
+        show(document, as_json, lambda story: story_report(story, found.now()))
 
 
 # ---- documents --------------------------------------------------------------------------------------------------
-
-
-def _newest_failures(reader: LedgerReader) -> Sequence[FailureView]:
-    newest_first = reader.read_backward(frozenset({"FailureRecorded"}), _FAILURES_SHOWN)
-    return reduce(failures.evolve, reversed(newest_first), Failures()).newest(_FAILURES_SHOWN)
 
 
 def _plan_history(reader: LedgerReader) -> PlanHistory:
@@ -183,7 +180,8 @@ def _plain(record: PlanRecord | LeaseView) -> Document:
 # ---- for people -------------------------------------------------------------------------------------------------
 
 
-def _show(document: Document, as_json: bool, report: Callable[[Document], RenderableType]) -> None:
+def show(document: Document, as_json: bool, report: Callable[[Document], RenderableType]) -> None:
+    """A document, as JSON or for people."""
     if as_json:
         options = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
         sys.stdout.buffer.write(orjson.dumps(document, option=options))

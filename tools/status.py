@@ -1,4 +1,4 @@
-"""`gpuledger.status/1`: what a ledger says of now: memory, residents, leases, queue, deployments.
+"""`gpuledger.status/1`: what a ledger says of now: alerts, memory, residents, leases, queue, deployments.
 
 Built from the folded state and an instant. Where no scheduler drives the ledger nothing is live: what it last recorded
 is shown as that, and no lease at all.
@@ -6,7 +6,7 @@ is shown as that, and no lease at all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any, Final, TypeAlias
@@ -14,18 +14,21 @@ from typing import Any, Final, TypeAlias
 from gpuledger.domain.accounting import account
 from gpuledger.domain.aggregates.accelerator import AcceleratorState, LeaseRecord, ResidentRecord
 from gpuledger.domain.aggregates.deployment import DeploymentState
-from gpuledger.domain.aggregates.request import RequestState
+from gpuledger.domain.aggregates.node import NodeState
 from gpuledger.domain.draft import Draft
-from gpuledger.domain.envelopes import envelope_of, with_margin
+from gpuledger.domain.events import ThrashingDetected
 from gpuledger.domain.policy import Pressure
-from gpuledger.domain.queue import waiting
-from gpuledger.domain.reasons import Reason
 from gpuledger.domain.residency import kept_until
-from gpuledger.domain.state import Deployment, Kind, Lease, ResidentState, WaitingFor
+from gpuledger.domain.state import Health, Kind, Lease, ResidentState
 from gpuledger.domain.units import MICROS_PER_MS, format_instant, milliseconds
 from gpuledger.domain.view import View, view_of
 from gpuledger.domain.world import World
+from gpuledger.projections.alerts import Alert, Onsets, alerts_of
 from gpuledger.projections.failures import FailureView
+
+from .alert_words import alert_documents
+from .deployment_status import capability_documents, deployment_document
+from .queue_status import queue_documents
 
 SCHEMA: Final = "gpuledger.status/1"
 
@@ -56,8 +59,17 @@ class Source:
         return self.driver is Driver.RUNNING
 
 
-def status_document(world: World, now: int, source: Source, failures: Sequence[FailureView] = ()) -> Document:
-    """The document of a folded state at an instant. `failures`: the newest ones, which the state does not hold."""
+def status_document(
+    world: World,
+    now: int,
+    source: Source,
+    failures: Sequence[FailureView] = (),
+    onsets: Onsets | None = None,
+) -> Document:
+    """The document of a folded state at an instant. `failures`: the newest ones, which the state does not hold.
+
+    `onsets`: since when there is what the alerts are about; without them some alerts do not say.
+    """
     now = max(now, world.at)
     shown = _Shown(world, now, source)
     return {
@@ -71,21 +83,31 @@ def status_document(world: World, now: int, source: Source, failures: Sequence[F
         },
         "scheduler": {"state": source.driver.value, "pid": source.pid},
         "policy_revision": world.policy.revision,
+        "lab_paused": world.policy.lab_paused,
+        "alerts": alert_documents(current_alerts(world, now, source, onsets)),
         "nodes": [_node(node_id, world) for node_id in sorted(world.nodes)],
         "accelerators": [shown.accelerator(state) for state in shown.accelerators],
         "residents": [shown.resident(state, record) for state, record in world.residents()],
         "leases": [lease_document(lease, record, now) for lease, record in live_leases(world, now, source)],
-        "queue": shown.queue(),
+        "queue": queue_documents(world, now),
+        "capabilities": capability_documents(world),
         "deployments": [
             shown.deployment(deployment)
             for _, deployment in sorted(world.deployments.items())
             if not deployment.retired
         ],
-        "failures": [
-            {one.name: getattr(failure, one.name) for one in fields(failure)} | {"at": format_instant(failure.at)}
-            for failure in failures
-        ],
+        "failures": [failure_document(failure) for failure in failures],
     }
+
+
+def failure_document(failure: FailureView) -> Document:
+    """One failure, with its instant in words."""
+    return {one.name: getattr(failure, one.name) for one in fields(failure)} | {"at": format_instant(failure.at)}
+
+
+def current_alerts(world: World, now: int, source: Source, onsets: Onsets | None = None) -> Sequence[Alert]:
+    """What there is to look at. Of a ledger that nobody drives: what there was, when it was driven last."""
+    return alerts_of(world, max(now, world.at) if source.is_live else world.at, onsets)
 
 
 def live_leases(world: World, now: int, source: Source) -> Sequence[tuple[Lease, LeaseRecord]]:
@@ -128,12 +150,21 @@ def _node(node_id: str, world: World) -> Document:
     return {
         "node_id": node_id,
         "running": node.running,
-        "draining": node.draining_for_shutdown,
+        "cordoned": node.cordoned,
+        "draining": node.leaves,
+        "drain_cause": _drain_cause(node),
+        "drained": node.drained,
         "production_eligible": node.production_eligible,
         "labels": dict(node.labels),
         "memory_bytes": node.memory_bytes,
         "external_bytes": node.external_bytes,
     }
+
+
+def _drain_cause(node: NodeState) -> str | None:
+    if node.draining:
+        return "operator"
+    return "shutdown" if node.draining_for_shutdown else None
 
 
 class _Shown:
@@ -160,6 +191,8 @@ class _Shown:
             "device_name": state.device_name,
             "driver_version": state.driver_version,
             "health": accelerator.health.value,
+            "health_cause": state.health_cause if accelerator.health is not Health.HEALTHY else None,
+            "fault_stands": state.fault is not None,
             "total_bytes": accounting.total_bytes,
             "observed_used_bytes": accounting.observed_used_bytes,
             "attributed_managed_bytes": accounting.attributed_managed_bytes,
@@ -182,12 +215,16 @@ class _Shown:
             },
             "telemetry_fault": state.missed,
             "sample_invalid": state.invalid,
+            "blind": state.blind,
+            "profiling": state.profiling,
+            "thrashing": [_thrashing(one) for one in state.thrashing],
         }
 
     def resident(self, state: AcceleratorState, record: ResidentRecord) -> Document:
         resident, process, eviction = record.resident, record.process, record.eviction
         deployment = self.world.deployments.get(resident.deployment_id)
-        until = kept_until(Draft(self.world, self.now), record) if resident.state is ResidentState.READY else None
+        rests = resident.state in (ResidentState.READY, ResidentState.SLEEPING)
+        until = kept_until(Draft(self.world, self.now), record) if rests else None
         active = self.view.active_leases(resident.accelerator_id, resident.deployment_id)
         return {
             "resident_id": resident.resident_id,
@@ -196,7 +233,8 @@ class _Shown:
             "accelerator_id": resident.accelerator_id,
             "node_id": state.node_id,
             "state": resident.state.value,
-            "since": format_instant(_state_since(record)),
+            "since": _instant(_state_since(record)),
+            "asleep": record.asleep,
             "attributed_bytes": resident.attributed_bytes,
             "reserved_bytes": resident.reserved_bytes,
             "attribution": resident.attribution.value,
@@ -206,12 +244,15 @@ class _Shown:
             "protected_until": _instant(resident.protected_until),
             "active_leases": len(active),
             "running_requests": resident.running_requests,
+            "waiting_requests": record.waiting_requests,
+            "cache_use_bp": record.cache_use_bp,
             "process": None
             if process is None
             else {"pid": process.pid, "start_ticks": process.start_ticks, "alive": record.alive},
             "eviction": None
             if eviction is None
             else {
+                "action": "sleep" if eviction.sleeps else "unload",
                 "cause": eviction.cause.value,
                 "started_at": format_instant(eviction.started_at),
                 "by_lease_id": eviction.by_lease_id,
@@ -219,117 +260,36 @@ class _Shown:
             "awaits": list(record.awaits),
         }
 
-    def queue(self) -> list[Document]:
-        return [self._waiter(place, request) for place, request in enumerate(waiting(self.world), start=1)]
-
-    def _waiter(self, place: int, request: RequestState) -> Document:
-        question, waiting_for = request.question, request.waiting_for
-        return {
-            "place": place,
-            "request_id": question.request_id,
-            "client_id": question.client_id,
-            "capability": question.capability,
-            "priority": question.priority.value,
-            "operation": request.operation,
-            "phase": request.phase.value,
-            "requested_at": format_instant(question.requested_at),
-            "waited_ms": self._since(question.requested_at),
-            "deadline": _instant(question.deadline),
-            "queue_until": format_instant(request.queue_until),
-            "waiting_for": None if waiting_for is None else _waiting_for(waiting_for),
-            "estimated_wait_ms": None if waiting_for is None else self._estimated_wait_ms(waiting_for),
-        }
-
-    def _estimated_wait_ms(self, waiting_for: WaitingFor) -> int | None:
-        """How long until what it waits for is expected to be over; None where nothing but others' work decides."""
-        if waiting_for.reason in (Reason.WAITING_FOR_DRAIN, Reason.RESIDENT_DRAINING):
-            return self._until_unloaded(waiting_for)
-        if waiting_for.reason in (Reason.RESIDENCY_PROTECTED, Reason.LOAD_BACKOFF):
-            until = waiting_for.not_before
-            return None if until is None else max(0, until - self.now) // MICROS_PER_MS
-        return None
-
-    def _until_unloaded(self, waiting_for: WaitingFor) -> int | None:
-        ends: list[int] = []
-        for resident_id in waiting_for.resident_ids:
-            found = self.world.find_resident(resident_id)
-            if found is None:
-                continue
-            _, record = found
-            deployment = self.view.deployments.get(record.resident.deployment_id)
-            if record.eviction is None or deployment is None:
-                return None
-            ends.append(record.eviction.started_at + milliseconds(deployment.unload_ms))
-        return max((max(0, instant - self.now) // MICROS_PER_MS for instant in ends), default=None)
-
     def deployment(self, deployment: DeploymentState) -> Document:
-        spec = deployment.spec
-        planned = self.view.deployments[spec.deployment_id]
-        measured = self._measured(planned)
-        return {
-            "deployment_id": spec.deployment_id,
-            "capability": spec.capability,
-            "kind": spec.kind.value,
-            "runtime": spec.runtime,
-            "config_hash": spec.config_hash,
-            "priority": spec.priority.value,
-            "concurrency": spec.concurrency,
-            "queue_limit": spec.queue_limit,
-            "fallback_rank": spec.fallback_rank,
-            "residency": {"policy": spec.residency.policy.value, "ttl_seconds": spec.residency.ttl_seconds},
-            "load_ms": planned.load_ms,
-            "unload_ms": planned.unload_ms,
-            "measured": measured,
-            "problem": None if measured else Reason.NO_MEASURED_ENVELOPE.value,
-            "backoff": [
-                {"accelerator_id": backoff.accelerator_id, "until": format_instant(backoff.until)}
-                for backoff in sorted(planned.backoff, key=lambda one: one.accelerator_id)
-                if backoff.until > self.now
-            ],
-        }
-
-    def _measured(self, deployment: Deployment) -> list[Document]:
-        """What its present configuration was measured to take on each class of accelerator that is here."""
-        found: dict[str, Document] = {}
-        for state in self.accelerators:
-            accelerator = state.accelerator
-            envelope = envelope_of(deployment, accelerator, active=True)
-            if accelerator.kind is deployment.kind and envelope is not None:
-                found[accelerator.gpu_class] = {
-                    "gpu_class": accelerator.gpu_class,
-                    "idle_bytes": envelope.idle_bytes,
-                    "peak_bytes": envelope.peak_bytes,
-                    "requirement_bytes": with_margin(self.world.policy, envelope.peak_bytes),
-                    "measured_at": format_instant(envelope.measured_at),
-                    "suspect": envelope.suspect,
-                }
-        return [measured for _, measured in sorted(found.items())]
+        planned = self.view.deployments[deployment.spec.deployment_id]
+        return deployment_document(deployment, planned, self.accelerators, self.world.policy, self.now)
 
     def _since(self, instant: int) -> int:
         return max(0, self.now - instant) // MICROS_PER_MS
 
 
-def _state_since(record: ResidentRecord) -> int:
-    """When a resident came into its state, as far as the state tells."""
+def _thrashing(one: ThrashingDetected) -> Document:
+    return {
+        "evictor": one.evictor,
+        "victim": one.victim,
+        "evictions": one.evictions,
+        "window_seconds": one.window_seconds,
+        "detected_at": format_instant(one.detected_at),
+    }
+
+
+def _state_since(record: ResidentRecord) -> int | None:
+    """When a resident came into its state, as far as the state tells: of one that sleeps it does not."""
     resident = record.resident
     if record.eviction is not None:
         return record.eviction.started_at
     if resident.state is ResidentState.DRAINING and record.drain_started_at is not None:
         return record.drain_started_at
+    if resident.state is ResidentState.SLEEPING:
+        return None
     if resident.state is ResidentState.READY:
         return resident.loaded_at + milliseconds(resident.start_ms)
     return resident.loaded_at
-
-
-def _waiting_for(waiting_for: WaitingFor) -> Mapping[str, Any]:
-    return {
-        "accelerator_id": waiting_for.accelerator_id,
-        "deployment_id": waiting_for.deployment_id,
-        "reason": waiting_for.reason.value,
-        "needed_bytes": waiting_for.needed_bytes,
-        "resident_ids": list(waiting_for.resident_ids),
-        "not_before": _instant(waiting_for.not_before),
-    }
 
 
 def _instant(instant: int | None) -> str | None:

@@ -10,17 +10,16 @@ from rich.table import Table
 from rich.text import Text
 
 from gpuledger.domain.explain import duration, size
-from gpuledger.domain.units import MICROS_PER_MS, parse_instant
 
+from .ages import age, ago
 from .plan_report import printable, size_or_dash, table_of
 from .status import Driver
+from .trouble_report import alerts_table, capabilities_table, failures_table, queue_table
 
 Document: TypeAlias = Mapping[str, Any]
 
 #: Up to so many accelerators are columns of a table that fits a narrow terminal; more are its rows.
 _COLUMNS: Final = 4
-_DAY_MS: Final = 86_400_000
-_HOUR_MS: Final = 3_600_000
 
 _HEADERS: Final[Mapping[str, tuple[str, str]]] = {
     Driver.RUNNING: ("scheduler running", "bold green"),
@@ -45,15 +44,21 @@ _STYLES: Final[Mapping[str, str]] = {
 
 def status_report(status: Document) -> RenderableType:
     """Everything of a status document, what matters most first."""
-    parts: list[RenderableType] = [header(status), _accelerators(status)]
+    parts: list[RenderableType] = [header(status)]
+    if status["alerts"]:
+        parts.append(alerts_table(status["alerts"], status["now"]))
+    parts.append(_accelerators(status))
     parts.append(_residents(status) if status["residents"] else Text("\nnothing is resident"))
     if status["leases"]:
         parts.append(leases_table(status["leases"]))
     if status["queue"]:
-        parts.append(_queue(status))
+        parts.append(queue_table(status))
+    failing = [one for one in status["capabilities"] if one["failures_in_a_row"]]
+    if failing:
+        parts.append(capabilities_table(failing, status["now"]))
     parts.append(_deployments(status))
     if status["failures"]:
-        parts.append(_failures(status))
+        parts.append(failures_table(status["failures"], status["now"]))
     return Group(*parts)
 
 
@@ -68,29 +73,17 @@ def header(status: Document) -> Text:
     if ledger["at"] is None:
         return line.append("no event yet", "")
     line.append(f"event {ledger['seq']}, {ago(ledger['at'], status['now'])}, policy {status['policy_revision']}", "")
-    draining = [node["node_id"] for node in status["nodes"] if node["draining"] and node["running"]]
-    return line.append(f", draining: {', '.join(draining)}" if draining else "", "bold yellow")
+    for node in status["nodes"]:
+        line.append("".join(f", {node['node_id']} {word}" for word in _node_words(node)), "bold yellow")
+    return line.append(", LAB is paused" if status["lab_paused"] else "", "bold yellow")
 
 
-def age(milliseconds: int) -> str:
-    """A duration of any length for people.
-
-    >>> age(1_500), age(3_700_000), age(200_000_000)
-    ('1.5 s', '1 h 1 min', '2 d 7 h')
-    """
-    if milliseconds < _HOUR_MS:
-        return duration(milliseconds)
-    if milliseconds < _DAY_MS:
-        return f"{milliseconds // _HOUR_MS} h {milliseconds % _HOUR_MS // 60_000} min"
-    return f"{milliseconds // _DAY_MS} d {milliseconds % _DAY_MS // _HOUR_MS} h"
-
-
-def ago(instant: str | None, now: str) -> str:
-    """How long before `now` an instant was, or how far it lies after it."""
-    if instant is None:
-        return "-"
-    apart_ms = (parse_instant(now) - parse_instant(instant)) // MICROS_PER_MS
-    return f"{age(apart_ms)} ago" if apart_ms >= 0 else f"in {age(-apart_ms)}"
+def _node_words(node: Document) -> Sequence[str]:
+    """What keeps work away from a node; of a shutdown that is over nothing."""
+    words = ["is cordoned"] if node["cordoned"] else []
+    if node["draining"] and (node["running"] or node["drain_cause"] == "operator"):
+        words.append("is drained" if node["drained"] else "drains")
+    return words
 
 
 def _styled(word: str) -> Text:
@@ -129,12 +122,24 @@ def _figures(one: Document) -> Sequence[tuple[str, Text]]:
         ("reserve", Text(size(one["reserve_bytes"]))),
         ("schedulable", Text(size(one["schedulable_bytes"]), style="bold")),
         ("pressure", pressure),
-        ("attribution", _styled(one["attribution"])),
+        ("attribution", _attribution_of(one)),
         ("sample", _sample(one)),
-        ("health", _styled(one["health"])),
+        ("health", _health(one)),
         ("foreign processes", Text("-" if one["foreign_processes"] is None else str(one["foreign_processes"]))),
         ("device", Text(printable(f"{one['device_name']} ({one['gpu_class']}, {one['node_id']})"))),
     )
+
+
+def _attribution_of(one: Document) -> Text:
+    text = _styled(one["attribution"])
+    return text if one["blind"] is None else text.append(f", {printable(one['blind'])}", "yellow")
+
+
+def _health(one: Document) -> Text:
+    text = _styled(one["health"])
+    if one["profiling"] is not None:
+        text.append(f", measures {one['profiling']}", "bold yellow")
+    return text if one["health_cause"] is None else text.append(f", {printable(one['health_cause'])}", "bold red")
 
 
 def _sample(one: Document) -> Text:
@@ -144,7 +149,7 @@ def _sample(one: Document) -> Text:
 
 
 def _residents(status: Document) -> Table:
-    table = table_of("Residents", "resident", "state", "since", "#size", "last used", "kept", "#reported", "process")
+    table = table_of("Residents", "resident", "state", "since", "#size", "last used", "kept", "requests", "process")
     now = status["now"]
     for one in status["residents"]:
         table.add_row(
@@ -154,7 +159,7 @@ def _residents(status: Document) -> Table:
             Text(size(one["attributed_bytes"])) + _attribution(one),
             ago(one["last_used_at"], now),
             _kept(one, now) if status["scheduler"]["state"] == Driver.RUNNING else "-",
-            str(one["running_requests"]),
+            _requests(one),
             _process(one),
         )
     return table
@@ -165,14 +170,27 @@ def _attribution(one: Document) -> Text:
     return Text() if one["attribution"] == "KNOWN" else Text(" ") + _styled(one["attribution"])
 
 
+def _requests(one: Document) -> str:
+    """What its runtime says of itself: how many run, of these how many wait in it, how full its cache is."""
+    told = [str(one["running_requests"])]
+    if one["waiting_requests"] is not None:
+        told.append(f"{one['waiting_requests']} wait")
+    if one["cache_use_bp"] is not None:
+        told.append(f"cache {one['cache_use_bp'] // 100} %")
+    return ", ".join(told)
+
+
 def _state(one: Document) -> str:
     if one["eviction"] is not None:
-        return f"{one['state']} ({one['eviction']['cause']})"
+        falls_asleep = "falls asleep, " if one["eviction"]["action"] == "sleep" else ""
+        return f"{one['state']} ({falls_asleep}{one['eviction']['cause']})"
+    if one["asleep"] and one["state"] != "SLEEPING":
+        return f"{one['state']} (wakes)"
     return f"{one['state']} after {', '.join(one['awaits'])}" if one["awaits"] else str(one["state"])
 
 
 def _kept(one: Document, now: str) -> str:
-    if one["state"] != "READY":
+    if one["state"] not in ("READY", "SLEEPING"):
         return "-"
     if one["kept_until"] is None:
         return "always"
@@ -188,7 +206,7 @@ def _process(one: Document) -> str:
     return str(process["pid"]) if process["alive"] else f"{process['pid']} (gone)"
 
 
-# ---- leases, queue, deployments ---------------------------------------------------------------------------------
+# ---- leases, deployments ------------------------------------------------------------------------------------------
 
 
 def leases_table(leases: Sequence[Document]) -> Table:
@@ -204,36 +222,6 @@ def leases_table(leases: Sequence[Document]) -> Table:
             duration(lease["expires_in_ms"]),
         )
     return table
-
-
-def _queue(status: Document) -> Table:
-    table = table_of(
-        "Queue, in claim order", "##", "request", "capability", "class", "#waited", "waits for", "#expected"
-    )
-    for one in status["queue"]:
-        estimate = one["estimated_wait_ms"]
-        table.add_row(
-            str(one["place"]),
-            printable(one["request_id"]),
-            one["capability"],
-            one["priority"],
-            age(one["waited_ms"]),
-            _waits_for(one, status["now"]),
-            "-" if estimate is None else age(estimate),
-        )
-    return table
-
-
-def _waits_for(one: Document, now: str) -> str:
-    waiting = one["waiting_for"]
-    if waiting is None:
-        return "to be planned"
-    line = f"{waiting['reason']}\non {waiting['accelerator_id']}"
-    if waiting["needed_bytes"]:
-        line += f", needs {size(waiting['needed_bytes'])}"
-    if waiting["resident_ids"]:
-        line += f", until gone: {', '.join(waiting['resident_ids'])}"
-    return line if waiting["not_before"] is None else f"{line}, not before {ago(waiting['not_before'], now)}"
 
 
 def _deployments(status: Document) -> RenderableType:
@@ -257,21 +245,19 @@ def _deployments(status: Document) -> RenderableType:
 
 def _troubles(one: Document, now: str) -> Sequence[str]:
     troubles = [one["problem"]] if one["problem"] else []
-    troubles += [f"suspect on {m['gpu_class']}" for m in one["measured"] if m["suspect"]]
+    if one["artifact"]["corrupt"] is not None:
+        troubles.append(f"ARTIFACT_CORRUPT: {printable(one['artifact']['corrupt'])}")
+    troubles += [
+        f"suspect on {m['gpu_class']}{_why_suspect(one, m['gpu_class'])}" for m in one["measured"] if m["suspect"]
+    ]
     troubles += [f"no load on {b['accelerator_id']} before {ago(b['until'], now)}" for b in one["backoff"]]
     return troubles
 
 
-def _failures(status: Document) -> Table:
-    table = table_of("Newest failures", "when", "failure", "owner", "capability", "resident", "attempt", "detail")
-    for one in status["failures"]:
-        table.add_row(
-            ago(one["at"], status["now"]),
-            one["failure"],
-            one["owner"],
-            one["capability"],
-            one["resident_id"] or "-",
-            f"{one['attempt']} of {one['limit']}",
-            printable(one["detail"]),
-        )
-    return table
+def _why_suspect(one: Document, gpu_class: str) -> str:
+    why = one["suspicion"]
+    if why is None or why["gpu_class"] != gpu_class:
+        return ""
+    if why["cause"] == "gpu_oom":
+        return ": ran out of memory"
+    return f": held {size(why['observed_bytes'])}, measured {size(why['peak_bytes'])}"

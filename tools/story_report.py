@@ -12,8 +12,8 @@ from rich.text import Text
 from gpuledger.domain.explain import duration
 from gpuledger.domain.units import format_instant
 
+from .ages import age, ago
 from .plan_report import printable, report_of, table_of
-from .status_report import age, ago
 
 Document: TypeAlias = Mapping[str, Any]
 

@@ -100,7 +100,7 @@ class LayoutReader:
         partitions = {card.uuid: self._partition(card) for card in cards}
         places = tuple(place for card in cards for place in partitions[card.uuid].places)
         shared = [one for partition in partitions.values() for one in partition.shared]
-        missing = sorted(self._known.keys() - {place.accelerator_id for place in places} - set(shared))
+        missing = sorted(self._known.keys() - {place.accelerator_id for place in places})
         gone = [one for one in missing if _has_gone(one, self._known[one], partitions)]
         unseen = [one for one in missing if one not in gone]
         lost = [self._lost(one, partitions, silent) for one in unseen]

@@ -63,8 +63,6 @@ class XidWatch:
     def follow(self, layout: Layout) -> None:
         """Watch the cards that are there now, and forget instances that are no more."""
         here = {card.uuid: card for card in layout.cards}
-        for uuid in self._sets.keys() - here.keys():
-            self._unwatch(uuid)
         for uuid, card in here.items():
             if uuid not in self._sets:
                 self._watch(uuid, card.device)
@@ -96,13 +94,8 @@ class XidWatch:
                 self._refused.add(uuid)
                 _logger.warning("the Xids of %s cannot be watched: %s", uuid, error)
 
-    def _unwatch(self, uuid: str) -> None:
-        events = self._sets.pop(uuid)
-        if events is not None:
-            self._binding.unwatch(events)
-
     def _drain(self, card: str, events: EventSet) -> None:
-        """A set that fails is given up; its card, once it answers, gets a new one."""
+        """A set that fails, as that of a lost card does, is given up; the card gets a new one once it answers."""
         try:
             for _ in range(MAX_EVENTS_PER_SAMPLE):
                 event = self._binding.next_xid(events)
@@ -110,7 +103,8 @@ class XidWatch:
                     return
                 self._record(card, event)
         except NvmlError:
-            self._unwatch(card)
+            del self._sets[card]
+            self._binding.unwatch(events)
 
     def _record(self, card: str, event: XidEvent) -> None:
         if event.xid not in FATAL_XIDS:

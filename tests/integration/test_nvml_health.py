@@ -19,8 +19,8 @@ from gpuledger.domain.state import Health
 from tests.integration.nvml_bench import ONE, OTHER, A, B, Bench, faults, uuids
 from tests.shim import NvmlShim, ShimCard, ShimXid
 
-#: So often a session is begun anew that event sets which were not freed would have run out (nvml_shim.c).
-MANY_SESSIONS = 12
+#: So often something is done again that event sets which were not freed would have run out (nvml_shim.c).
+MANY = 12
 
 
 def shown(reading: AcceleratorReading) -> tuple[Health, str, int]:
@@ -193,11 +193,28 @@ def test_a_card_without_events_is_scheduled_all_the_same(bench: Bench, error: in
 
 def test_a_card_that_could_not_be_watched_at_once_is_watched_later(bench: Bench) -> None:
     bench.shim.set([replace(ONE, event_error=999)])
-    assert bench.reading().health is Health.HEALTHY
+    for _ in range(MANY):
+        assert bench.reading().health is Health.HEALTHY
     bench.shim.set([ONE])
     bench.sample()
     bench.shim.set([happened(79)])
     assert bench.reading().health_cause == "XID_79"
+
+
+def test_a_card_whose_set_failed_gets_a_new_one(bench: Bench) -> None:
+    bench.shim.set([ONE])
+    bench.sample()
+    bench.shim.set([replace(ONE, wait_error=999)])
+    bench.sample()
+    bench.shim.set([happened(79)])
+    assert bench.reading().health_cause == "XID_79"
+
+
+def test_a_session_leaves_no_event_set_behind(bench: Bench) -> None:
+    bench.shim.set([ONE, OTHER])
+    bench.sample()
+    bench.telemetry.close()
+    assert not bench.shim.leaked
 
 
 def test_waiting_on_a_lost_card_does_not_hide_the_xids_of_another(bench: Bench) -> None:
@@ -229,11 +246,11 @@ def test_a_new_session_watches_anew_and_forgets_nothing(bench: Bench, caplog: py
     bench.sample()
     bench.shim.set([happened(62)])
     before = bench.reading()
-    for load in range(2, MANY_SESSIONS):
+    for load in range(2, MANY):
         bench.shim.set([happened(62)], load=load)
         bench.sample()  # the session at hand stumbles
         assert shown(bench.reading()) == shown(before)
-    bench.shim.set([happened(62, 79)], load=MANY_SESSIONS - 1)
+    bench.shim.set([happened(62, 79)], load=MANY - 1)
     reading = bench.reading()
     assert [reading.health_cause, *(one.cause for one in reading.further_faults)] == ["XID_79", "XID_62"]
     assert "cannot be watched" not in caplog.text
@@ -241,7 +258,7 @@ def test_a_new_session_watches_anew_and_forgets_nothing(bench: Bench, caplog: py
 
 def test_event_sets_of_cards_that_come_and_go_are_freed(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    for _ in range(MANY_SESSIONS):
+    for _ in range(MANY):
         bench.shim.set([ONE, OTHER])
         bench.sample()
         bench.shim.set([OTHER])

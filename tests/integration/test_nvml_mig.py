@@ -287,6 +287,19 @@ def test_a_new_instance_does_not_inherit_the_xid_of_the_one_before(bench: Bench)
     assert causes(bench) == {"MIG-fresh": "", LARGE.uuid: ""}
 
 
+def test_an_instance_that_was_made_again_starts_without_the_xid(bench: Bench) -> None:
+    """Its UUID may be the same."""
+    bench.shim.set([CARD])
+    bench.sample()
+    happened = (ShimXid(48, gpu_instance=SMALL.gpu_instance),)
+    bench.shim.set([replace(CARD, xids=happened)])
+    assert causes(bench) == {SMALL.uuid: "XID_48", LARGE.uuid: ""}
+    bench.shim.set([replace(CARD, xids=happened, instances=(LARGE,))])
+    bench.sample()
+    bench.shim.set([replace(CARD, xids=happened)])
+    assert causes(bench) == {SMALL.uuid: "", LARGE.uuid: ""}
+
+
 def test_the_card_s_xids_are_there_when_it_is_whole_again(bench: Bench) -> None:
     bench.shim.set([CARD])
     bench.sample()

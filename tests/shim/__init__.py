@@ -157,6 +157,11 @@ class NvmlShim:
         fresh.replace(self._state)
 
     @property
+    def leaked(self) -> bool:
+        """Whether a session ended with event sets that nobody freed."""
+        return self._state.with_name(f"{self._state.name}.leaks").exists()
+
+    @property
     def state_variable(self) -> tuple[str, str]:
         """Name and value of the variable by which the library finds its state."""
         return "GPULEDGER_TEST_NVML_STATE", str(self._state)

@@ -234,7 +234,7 @@ SECTIONS: Final = (
     ),
     _Section(
         "`deployments[].runtime.sleep` of `type: command`",
-        "Requests are POST, without a body, and answered with 200.",
+        "Requests are POST, with an empty JSON object, and answered with 200.",
         SleepPaths,
         _SLEEP_PATHS,
     ),

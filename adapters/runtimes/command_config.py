@@ -22,7 +22,7 @@ Operation: TypeAlias = Literal["embeddings", "chat", "completion", "transcriptio
 
 
 class SleepPaths(BaseModel):
-    """Where a server is told to give its memory back, and to take it again: by POST, without a body."""
+    """Where a server is told to give its memory back, and to take it again: by POST, with an empty JSON object."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -86,7 +86,9 @@ class CommandConfig(ServerOptions):
     def manners(self) -> Manners:
         calls = None
         if self.sleep is not None:
-            calls = SleepCalls((Call(self.sleep.sleep_path),), (Call(self.sleep.wake_path),), self.sleep.state_path)
+            calls = SleepCalls(
+                (Call(self.sleep.sleep_path, {}),), (Call(self.sleep.wake_path, {}),), self.sleep.state_path
+            )
         return Manners(
             ready_path=self.ready_path,
             metrics_path=self.metrics.path,

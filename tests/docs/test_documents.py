@@ -18,6 +18,8 @@ import typer
 from gpuledger.adapters.http.metrics import Metrics
 from gpuledger.adapters.http.openai_errors import status_of
 from gpuledger.adapters.http.ports import ServerFacts
+from gpuledger.adapters.runtimes.manager import INHERITED
+from gpuledger.adapters.runtimes.vllm import SETTINGS as VLLM_SETTINGS
 from gpuledger.adapters.telemetry.faults import Blindness, FaultCode, HealthCause
 from gpuledger.adapters.telemetry.xids import FATAL_XIDS, cause_of
 from gpuledger.domain.documents import Json, plan_case_of, policy_document, pressure_case_of
@@ -211,11 +213,13 @@ _ENUMS: Final[tuple[type[StrEnum], ...]] = (
 _XIDS: Final = frozenset(cause_of(xid) for xid in FATAL_XIDS)
 #: Names of our own files.
 _FILES: Final = frozenset({"RUNBOOK_GPU_PRESSURE", "ADVANCED_GPU_SCHEDULER"})
+#: Variables of the environment: those that runtimes get, and one of a server that is an example.
+_VARIABLES: Final = frozenset({*INHERITED, *VLLM_SETTINGS, "CUDA_VISIBLE_DEVICES", "API_KEY"})
 
 
 @each_page
 def test_reasons_and_other_closed_words_exist(page: Path) -> None:
-    known = {member.value for enum in _ENUMS for member in enum} | _XIDS | _FILES
+    known = {member.value for enum in _ENUMS for member in enum} | _XIDS | _FILES | _VARIABLES
     named = set(re.findall(r"\b[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+\b", page.read_text("utf-8")))
     assert named - known == set()
 
@@ -234,15 +238,19 @@ def vocabulary() -> set[str]:
     generated = "".join((ROOT / "docs" / name).read_text("utf-8") for name in ("events.md", "configuration.md"))
     fields = set(re.findall(r"^\| `([a-z0-9_]+)` \|", generated, re.MULTILINE))
     values = set(re.findall(r"`([a-z]+(?:_[a-z]+)+)`", generated))
-    # Codes of the gateway's errors that are no reason.
-    sources = "".join(path.read_text("utf-8") for path in (ROOT / "adapters" / "http").glob("*.py"))
+    # Codes of the gateway's errors that are no reason, and details of failures of runtimes.
+    paths = (path for family in ("http", "runtimes") for path in (ROOT / "adapters" / family).glob("*.py"))
+    sources = "".join(path.read_text("utf-8") for path in paths)
     codes = set(re.findall(r'"([a-z]+(?:_[a-z]+)+)"', sources))
     repeated = {f"request_{state}" for state in ("completed", "refused", "cancelled")}
     return fields | values | codes | repeated | {name for name, _ in metric_names()} | OF_OTHER_PROGRAMS
 
 
-#: Snake-case words of OpenAI's client, and names of our own files.
-OF_OTHER_PROGRAMS: Final = {"max_retries", "docs_gen", "docs_config", "test_readme"}
+#: Snake-case words of OpenAI's client and of vLLM, and names of our own files.
+OF_OTHER_PROGRAMS: Final = {
+    *("max_retries", "docs_gen", "docs_config", "test_readme", "collective_rpc"),
+    *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
+}
 
 
 @each_for_users

@@ -262,7 +262,8 @@ def _drained(client: OperatorClient, node_id: str, timeout_seconds: int) -> Docu
     """The node, when nothing is left on it. Raises ServerSaysNo."""
     deadline = time.monotonic() + timeout_seconds
     while True:
-        found = next((one for one in client.get("/nodes")["nodes"] if one["node_id"] == node_id), None)
+        nodes: list[Document] = client.get("/nodes")["nodes"]
+        found = next((one for one in nodes if one["node_id"] == node_id), None)
         if found is None or not found["draining"]:
             raise ServerSaysNo(f"{node_id} does not drain any more: somebody uncordoned it")
         if found["drained"]:

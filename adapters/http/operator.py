@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, Final, assert_never
 
 import orjson
@@ -293,9 +292,9 @@ def _subject_of(request: Request) -> str:
         raise ApiError(404, Denial.NOT_FOUND.value, "the path names something that is no id") from None
 
 
-@cache
-def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+_ADAPTERS: Final[Mapping[type[Any], TypeAdapter[Any]]] = {
+    kind: TypeAdapter(kind) for route in ROUTES for kind in (route.body, route.query)
+}
 
 
 def _query_of(request: Request, kind: type[Any]) -> Any:
@@ -303,7 +302,7 @@ def _query_of(request: Request, kind: type[Any]) -> Any:
     if len(given.multi_items()) != len(given):
         raise _unprocessable([Problem("query", "has a key more than once")])
     try:
-        return _adapter(kind).validate_strings(dict(given))
+        return _ADAPTERS[kind].validate_strings(dict(given))
     except ValidationError as error:
         raise _unprocessable(problems_of(error, kind, "query")) from None
 
@@ -317,7 +316,7 @@ async def _body_of(request: Request, kind: type[Any]) -> Any:
     value = {} if empty else _json_of(await read_body(request, MAX_BODY_BYTES))
     try:
         problems = inspected(value, "")
-        found = _adapter(kind).validate_json(json.dumps(value))
+        found = _ADAPTERS[kind].validate_json(json.dumps(value))
     except DocumentError as error:
         raise _unprocessable(error.told()) from None
     except ValidationError as error:
@@ -389,4 +388,4 @@ def _parameters_of(route: Route) -> list[dict[str, Any]]:
 
 
 def _schema_of(kind: type[Any]) -> dict[str, Any]:
-    return _adapter(kind).json_schema()
+    return _ADAPTERS[kind].json_schema()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import hmac
 import json
 import os
 import stat
@@ -14,7 +16,6 @@ import pytest
 from structlog.testing import capture_logs
 
 from gpuledger.adapters import tokens as module
-from gpuledger.adapters.http import auth
 from gpuledger.adapters.http.auth import Client, Clients, Operators
 from gpuledger.adapters.tokens import (
     EXPIRED_KEPT_SECONDS,
@@ -160,7 +161,7 @@ class TestFile:
         monkeypatch.setattr(module, "LOCK_PATIENCE_SECONDS", 0.05)
         holder = os.open(file.path.parent, os.O_RDONLY)
         try:
-            module.fcntl.flock(holder, module.fcntl.LOCK_EX)
+            fcntl.flock(holder, fcntl.LOCK_EX)
             with pytest.raises(TokensUnusable, match="another process"):
                 client_token(file)
         finally:
@@ -174,7 +175,7 @@ class TestFile:
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as broken:
-            broken.setattr(module.os, "fsync", full)
+            broken.setattr(os, "fsync", full)
             with pytest.raises(TokensUnusable, match="No space left"):
                 client_token(file)
         assert file.read() == before
@@ -363,7 +364,7 @@ class TestAuthorization:
             compared.append(known)
             return known == given
 
-        monkeypatch.setattr(auth.hmac, "compare_digest", compare)
+        monkeypatch.setattr(hmac, "compare_digest", compare)
         issued = [client_token(file), client_token(file, "batch")]
         clients = self.clients([one.token for one in issued], wall)
         for secret in ("of-the-file", issued[0].secret, "nobody's"):

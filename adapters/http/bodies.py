@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 from typing import Final, Protocol, TypeAlias
 
 import orjson
@@ -32,7 +33,8 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
     """The body, held to its limit while it is read: nobody has to announce how long it is. Raises ApiError."""
     check_content_type(request, "application/json")
     body = _Gathered()
-    await read_chunks(request, limit_bytes, READ_TIMEOUT_SECONDS, body)
+    too_long = bad_request(f"the body is longer than {limit_bytes} bytes", code="request_too_large", status=413)
+    await read_chunks(request, Bounds(limit_bytes, READ_TIMEOUT_SECONDS, too_long), body)
     return b"".join(body.chunks)
 
 
@@ -43,6 +45,15 @@ def check_content_type(request: Request, wanted: str) -> None:
         raise bad_request(f"the Content-Type must be {wanted}", code="unsupported_media_type", status=415)
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise bad_request("a Content-Encoding is not supported", code="unsupported_media_type", status=415)
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a body is held to, and what is said of one that is longer."""
+
+    limit_bytes: int
+    timeout_seconds: float
+    too_long: ApiError
 
 
 class Sink(Protocol):
@@ -70,26 +81,26 @@ class _Gathered:
         self.chunks.clear()
 
 
-async def read_chunks(request: Request, limit_bytes: int, timeout_seconds: float, sink: Sink) -> None:
-    """Every chunk of a body to `sink`, while it is within its limit. Raises ApiError.
+async def read_chunks(request: Request, bounds: Bounds, sink: Sink) -> None:
+    """Every chunk of a body to `sink`, while it is within its bounds. Raises ApiError.
 
     One that is refused is read on and forgotten for a while, since most clients listen only when they have said all.
     """
     announced = request.headers.get("content-length", "")
-    refused: ApiError | None = None
-    if announced.isdecimal() and int(announced) > limit_bytes:
-        refused = _too_long(limit_bytes)
+    # What may be left of a body that is too long would be taken for the next request.
+    too_long = bounds.too_long.telling({"Connection": "close"})
+    refused = too_long if announced.isdecimal() and int(announced) > bounds.limit_bytes else None
     length = 0
     try:
-        async with asyncio.timeout(timeout_seconds):
+        async with asyncio.timeout(bounds.timeout_seconds):
             if refused is not None and "expect" in request.headers:
                 raise refused  # nothing was sent yet, and nothing will be
             async for chunk in _chunks(request):
                 length += len(chunk)
-                if length > limit_bytes:
+                if length > bounds.limit_bytes:
                     sink.drop()
-                    refused = _too_long(limit_bytes)
-                if length > DISCARD_FACTOR * limit_bytes:
+                    refused = too_long
+                if length > DISCARD_FACTOR * bounds.limit_bytes:
                     break
                 if refused is None:
                     refused = await _taken(sink, chunk)
@@ -116,12 +127,6 @@ async def _chunks(request: Request) -> AsyncIterator[bytes]:
         yield message.get("body", b"")
         if not message.get("more_body", False):
             return
-
-
-def _too_long(limit_bytes: int) -> ApiError:
-    error = bad_request(f"the body is longer than {limit_bytes} bytes", code="request_too_large", status=413)
-    # What may be left of the body would be taken for the next request.
-    return ApiError(error.status, error.code, error.message, headers={"Connection": "close"})
 
 
 def parse(body: bytes, operation: Operation) -> Document:

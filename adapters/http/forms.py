@@ -17,7 +17,7 @@ from python_multipart import MultipartParser
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import parse_options_header
 
-from .bodies import check_content_type, check_model, read_chunks
+from .bodies import Bounds, check_content_type, check_model, read_chunks
 from .openai_errors import ApiError, bad_request
 from .payloads import FormPayload
 from .spool import Spool, Spooled
@@ -85,7 +85,7 @@ async def read_form(request: Request, spool: Spool, max_file_bytes: int, *, hash
     reader = _Reader(options.get(b"boundary", b""), Form(spool.open()), max_file_bytes, hashed)
     try:
         limit_bytes = max_file_bytes + MAX_FIELDS_BYTES + MAX_FRAMING_BYTES
-        await read_chunks(request, limit_bytes, READ_TIMEOUT_SECONDS, reader)
+        await read_chunks(request, Bounds(limit_bytes, READ_TIMEOUT_SECONDS, too_large(max_file_bytes)), reader)
         return reader.finished()
     except BaseException:
         reader.drop()

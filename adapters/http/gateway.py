@@ -204,6 +204,8 @@ class Gateway:
 
     async def _read_form(self, request: Request, operation: Operation) -> Asked:
         limit, named = self._settings.max_audio_bytes(), KEY_HEADER in request.headers
+        if limit == 0:
+            raise bad_request(f"nothing here serves {PATHS[operation]}", code="operation_not_supported")
         form = await read_form(request, self._spool, limit, hashed=named)
 
         def check(service: Service) -> None:

@@ -248,7 +248,7 @@ def vocabulary() -> set[str]:
 
 #: Snake-case words of OpenAI's client and of vLLM, and names of our own files.
 OF_OTHER_PROGRAMS: Final = {
-    *("max_retries", "docs_gen", "docs_config", "test_readme", "collective_rpc"),
+    *("max_retries", "timestamp_granularities", "docs_gen", "docs_config", "test_readme", "collective_rpc"),
     *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
 }
 

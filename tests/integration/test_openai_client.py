@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import base64
+import struct
+import wave
+import zlib
 from collections.abc import Generator
+from io import BytesIO
 from pathlib import Path
 
 import openai
 import pytest
 from openai import DefaultHttpxClient, OpenAI
-from openai.types.chat import ChatCompletionMessageParam
+from openai.types.chat import ChatCompletionContentPartParam, ChatCompletionMessageParam
 
 from tests.integration.serving import (
     OTHER_TOKEN,
@@ -19,6 +24,7 @@ from tests.integration.serving import (
     client,
     configuration,
     copy_ledger,
+    deployment,
     embedding,
     serving,
 )
@@ -113,6 +119,110 @@ class TestChat:
         assert len(answer.choices[0].text.split()) == 3
         parts = [part.choices[0].text for part in api.completions.create(model="chat@1", prompt="hello", stream=True)]
         assert len(parts) > 3
+
+
+@pytest.fixture(scope="module")
+def senses(tmp_path_factory: pytest.TempPathFactory) -> Generator[Serving]:
+    """What sees, what hears, and what ranks."""
+    models = [
+        deployment("eyes", "eyes@1", "chat", runtime={"max_images": 2}),
+        deployment("ears", "ears@1", "transcription", runtime={"max_audio_bytes": "3MiB"}),
+        deployment("order", "order@1", "rerank", runtime={"max_inputs": 3}),
+    ]
+    with serving(tmp_path_factory.mktemp("senses"), configuration(models)) as running:
+        yield running
+
+
+def recording(seconds: int = 1) -> bytes:
+    """Silence, as people record it: 16 kHz, 16 bits."""
+    file = BytesIO()
+    with wave.open(file, "wb") as sound:
+        sound.setparams((1, 2, 16_000, 0, "NONE", ""))
+        sound.writeframes(bytes(seconds * 32_000))
+    return file.getvalue()
+
+
+def picture() -> str:
+    """A grey point."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", 1, 1, 8, 0, 0, 0, 0))
+    png = b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(b"\0\x7f")) + chunk(b"IEND", b"")
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
+
+
+def looking_at(*urls: str) -> list[ChatCompletionMessageParam]:
+    images: list[ChatCompletionContentPartParam] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return [{"role": "user", "content": [{"type": "text", "text": "what is this?"}, *images]}]
+
+
+class TestSpeech:
+    @pytest.mark.parametrize("seconds", [1, 60])
+    def test_a_recording_becomes_text(self, senses: Serving, seconds: int) -> None:
+        """The longer one waits in a file without a name."""
+        sound = recording(seconds)
+        with connected(senses, TOKEN) as api:
+            answer = api.audio.transcriptions.create(model="ears@1", file=("question.wav", sound), language="en")
+        assert answer.text.startswith(f"{len(sound)} bytes: ")
+        assert sorted(path.name for path in (senses.folder / "state").glob(".upload*")) == []
+
+    def test_as_plain_text(self, senses: Serving) -> None:
+        with connected(senses, TOKEN) as api:
+            files = ("question.wav", recording())
+            spoken = api.audio.transcriptions.create(model="ears@1", file=files, response_format="text")
+            same = api.audio.transcriptions.create(model="ears@1", file=files)
+        assert spoken.strip() == same.text
+
+    def test_one_that_is_too_long(self, senses: Serving) -> None:
+        with connected(senses, TOKEN) as api, pytest.raises(openai.APIStatusError) as refused:
+            api.audio.transcriptions.create(model="ears@1", file=("long.wav", recording(120)))
+        assert (refused.value.status_code, refused.value.param) == (413, "file")
+
+    def test_what_the_runtime_does_not_know(self, senses: Serving) -> None:
+        with connected(senses, TOKEN) as api, pytest.raises(openai.BadRequestError) as refused:
+            api.audio.transcriptions.create(model="ears@1", file=("a.wav", recording()), response_format="srt")
+        assert "json and text" in str(refused.value)
+
+
+class TestVision:
+    def test_it_sees_as_many_images_as_it_was_shown(self, senses: Serving) -> None:
+        with connected(senses, TOKEN) as api:
+            answer = api.chat.completions.create(model="eyes@1", messages=looking_at(picture(), picture()))
+        assert "[2 images]" in (answer.choices[0].message.content or "")
+
+    def test_too_many(self, senses: Serving) -> None:
+        with connected(senses, TOKEN) as api, pytest.raises(openai.BadRequestError) as refused:
+            api.chat.completions.create(model="eyes@1", messages=looking_at(*[picture()] * 3))
+        assert "takes 2 at once" in str(refused.value)
+
+    def test_an_address_is_not_followed(self, senses: Serving) -> None:
+        with connected(senses, TOKEN) as api, pytest.raises(openai.BadRequestError) as refused:
+            api.chat.completions.create(model="eyes@1", messages=looking_at(f"{senses.base_url}/healthz"))
+        assert (refused.value.code, refused.value.param) == ("invalid_image", "messages")
+
+    def test_a_model_that_does_not_see(self, api: OpenAI) -> None:
+        with pytest.raises(openai.BadRequestError) as refused:
+            api.chat.completions.create(model="chat@1", messages=looking_at(picture()))
+        assert "takes none" in str(refused.value)
+
+
+class TestRanking:
+    def test_the_best_come_first(self, senses: Serving) -> None:
+        document = {"model": "order@1", "query": "cats", "documents": ["a cat", "rates", "dogs"], "top_n": 2}
+        with senses.http() as http:
+            answer = http.post("/v1/rerank", json=document)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["model"] == "order@1"
+        first, second = answer.json()["results"]
+        assert first["relevance_score"] > second["relevance_score"]
+        assert {first["index"], second["index"]} < {0, 1, 2}
+
+    def test_too_many(self, senses: Serving) -> None:
+        with senses.http() as http:
+            answer = http.post("/v1/rerank", json={"model": "order@1", "query": "q", "documents": ["d"] * 4})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "documents")
 
 
 class TestErrors:

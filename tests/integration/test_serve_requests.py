@@ -38,6 +38,8 @@ from tests.integration.serving import (
     wait_until,
 )
 
+PLACE = "x-gpuledger-queue-place"
+WAIT = "x-gpuledger-estimated-wait-ms"
 SLOW_TOKENS = {"token_ms": 50, "tokens": 100_000}
 
 
@@ -145,6 +147,10 @@ class TestQueue:
         with ThreadPoolExecutor(4) as pool:
             answers = [future.result() for future in [pool.submit(server.embed) for _ in range(4)]]
         assert [answer.status_code for answer in answers] == [200] * 4
+        places = [answer.headers[PLACE] for answer in answers if answer.headers.get(PLACE)]
+        assert places
+        assert set(places) <= {"1", "2", "3"}
+        assert int(next(a.headers[WAIT] for a in answers if a.headers.get(PLACE))) >= 0
         server.until(lambda: not server.world().requests)
         held: set[str] = set()
         for event in server.events()[before:]:
@@ -254,6 +260,54 @@ class TestBadInput:
         with socket.create_connection((host, int(port)), PATIENCE_SECONDS) as raw:
             raw.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * 200_000)
             assert raw.recv(1000).startswith(b"HTTP/1.1 400")
+
+
+class TestFaults:
+    """A runtime that dies at work: who has seen nothing of an answer is served by the next one."""
+
+    def test_a_request_is_served_again_on_a_new_process(self, tmp_path: Path, measured: Path) -> None:
+        copy_ledger(measured, tmp_path)
+        # The functional check of a load is the first, so the second request of each process kills it.
+        dies = {"service_ms": 150, "faults": {"crash_after_requests": 2}}
+        with serving(tmp_path, configuration([embedding(runtime=dies), chat()])) as server:
+            first, second = server.embed(), server.embed()
+            assert (first.status_code, second.status_code) == (200, 200), second.text
+            assert "x-gpuledger-attempt" not in first.headers
+            assert (second.headers["x-gpuledger-attempt"], second.headers["x-gpuledger-rank"]) == ("2", "0")
+            assert second.headers["x-gpuledger-start"] == "cold"
+            names = of_request(server, second.headers["x-request-id"])
+            assert (names.count("RequestRetried"), names.count("LeaseGranted")) == (1, 2)
+            server.until(lambda: list(server.world().leases()) == [])
+
+    def test_a_stream_ends_with_an_event_and_others_do_not_notice(self, tmp_path: Path, measured: Path) -> None:
+        copy_ledger(measured, tmp_path)
+        dies = {"token_ms": 20, "tokens": 100, "faults": {"crash_after_tokens": 4, "healthy_requests": 1}}
+        with serving(tmp_path, configuration([embedding(), chat(runtime=dies)])) as server:
+            server.embed()
+            body = {"model": "chat@1", "stream": True, "messages": [{"role": "user", "content": "go on"}]}
+            with server.http() as http, http.stream("POST", "/v1/chat/completions", json=body) as answer:
+                assert answer.status_code == 200
+                lines = list(answer.iter_lines())
+            *chunks, last = sse(iter(lines), server.log)
+            assert len([one for one in chunks if one["choices"][0]["delta"].get("content")]) == 4
+            assert last["error"]["code"] == "RUNTIME_CRASH"
+            assert "data: [DONE]" not in lines
+            names = of_request(server, answer.headers["x-request-id"])
+            server.until(lambda: "RequestFailed" in of_request(server, answer.headers["x-request-id"]))
+            assert names.count("LeaseGranted") == 1
+            assert server.embed().headers["x-gpuledger-start"] == "warm"
+            server.until(lambda: list(server.world().leases()) == [])
+
+    def test_one_that_fails_every_time_is_told_in_the_end(self, tmp_path: Path, measured: Path) -> None:
+        copy_ledger(measured, tmp_path)
+        broken = {"faults": {"crash_after_tokens": 0, "healthy_requests": 1}}
+        with serving(tmp_path, configuration([embedding(), chat(runtime=broken)])) as server:
+            refused = ask_chat(server)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "RUNTIME_CRASH")
+            assert refused.headers["x-gpuledger-attempt"] == "2"
+            assert int(refused.headers["retry-after"]) > 0
+            names = of_request(server, refused.headers["x-request-id"])
+            assert (names.count("RequestRetried"), names.count("RequestFailed")) == (1, 1)
 
 
 class TestClasses:

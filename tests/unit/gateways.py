@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -160,7 +160,9 @@ async def echo(request: httpx.Request) -> httpx.Response:
 
 
 @asynccontextmanager
-async def door(runtime: Runtime = echo, *, open_metrics: bool = True) -> AsyncGenerator[Door]:
+async def door(
+    runtime: Runtime = echo, *, open_metrics: bool = True, services: Mapping[str, Service] = SERVICES
+) -> AsyncGenerator[Door]:
     desk = FakeDesk()
     sent: list[httpx.Request] = []
 
@@ -172,7 +174,7 @@ async def door(runtime: Runtime = echo, *, open_metrics: bool = True) -> AsyncGe
     metrics = Metrics(desk)
     async with httpx.AsyncClient(transport=httpx.MockTransport(handle)) as upstream:
         with TemporaryDirectory() as folder:
-            settings = Settings(SERVICES, MAX_BODY_BYTES, Path(folder), b"k" * 32)
+            settings = Settings(services, MAX_BODY_BYTES, Path(folder), b"k" * 32)
             gateway = Gateway(desk, desk, clients, settings, upstream, metrics)
             app = application(gateway, desk, metrics, open_metrics=open_metrics)
             transport = httpx.ASGITransport(app, raise_app_exceptions=False)

@@ -18,7 +18,7 @@ from gpuledger.adapters.http.ports import Refused
 from gpuledger.adapters.http.spool import MEMORY_BYTES, Spool
 from gpuledger.domain.failures import Failure
 from gpuledger.domain.reasons import Reason
-from tests.unit.gateways import MAX_AUDIO_BYTES, Door, answer_of, content_of, door, granted
+from tests.unit.gateways import MAX_AUDIO_BYTES, SERVICES, Door, answer_of, content_of, door, granted
 
 pytestmark = pytest.mark.anyio
 
@@ -351,6 +351,11 @@ class TestBadForms:
         assert (other.status_code, other.json()["error"]["code"]) == (400, "operation_not_supported")
         assert (absent.status_code, absent.json()["error"]["code"]) == (404, "model_not_found")
         assert (text.status_code, text.json()["error"]["code"]) == (400, "operation_not_supported")
+
+    async def test_a_server_that_hears_nothing(self) -> None:
+        async with door(services={"emb@1": SERVICES["emb@1"]}) as gate:
+            answer = await send(gate)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "operation_not_supported")
 
 
 class TestComplaints:

@@ -1,4 +1,4 @@
-"""The end of work, told late: under a lease that is lost already, of a request that was put back (semantics.md 7, 8)."""
+"""The end of work, told late: of a lease that is lost already, or a request that was put back (semantics.md 7, 8)."""
 
 from __future__ import annotations
 

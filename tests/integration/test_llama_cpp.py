@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -18,7 +19,7 @@ from gpuledger.adapters.runtimes import llama_server
 from gpuledger.adapters.runtimes.config import LlamaCppConfig, Task
 from gpuledger.adapters.runtimes.manager import RuntimeManager
 from gpuledger.domain.failures import Failure
-from gpuledger.domain.ports import RuntimeFault, RuntimeFigures
+from gpuledger.domain.ports import RuntimeFault
 
 pytestmark = pytest.mark.anyio
 
@@ -107,6 +108,33 @@ async def test_prompts_are_in_no_log(tiny_chat_gguf: Path, tmp_path: Path) -> No
     assert not any(secret in log for log in logs)
 
 
+async def test_texts_are_ranked(minilm_gguf: Path, tmp_path: Path) -> None:
+    """By a model that was not made for it: each document gets one score, the same each time."""
+    async with opened(tmp_path, task="rerank", model=minilm_gguf) as runtimes:
+        await runtimes.spawn("r", "d", HOST)
+        await runtimes.load("r")
+        endpoint = runtimes.endpoint("r")
+        question = {"query": "cats", "documents": ["The cat sleeps.", "Rates were raised.", "A kitten naps."]}
+        headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+        async with httpx.AsyncClient(trust_env=False, timeout=PATIENCE_SECONDS) as http:
+            answers = [await http.post(f"{endpoint.base_url}/v1/rerank", json=question, headers=headers) for _ in "ab"]
+            open_door = await http.post(f"{endpoint.base_url}/v1/rerank", json=question)
+    first, second = (answer.json()["results"] for answer in answers)
+    assert sorted(one["index"] for one in first) == [0, 1, 2]
+    assert first == second
+    assert open_door.status_code == 401
+
+
+async def test_a_projector_that_is_none_is_a_failed_load(tiny_chat_gguf: Path, tmp_path: Path) -> None:
+    """A model is not served blind in the place of one that sees."""
+    projector = tmp_path / "mmproj.gguf"
+    projector.write_bytes(b"GGUF, and nothing to see by")
+    async with opened(tmp_path, task="chat", model=tiny_chat_gguf, projector=projector, max_images=1) as runtimes:
+        await runtimes.spawn("r", "d", HOST)
+        failure, _ = await fault_of(runtimes.load("r"))
+        assert failure is Failure.MODEL_LOAD_FAILED
+
+
 # ---- damaged models ---------------------------------------------------------------------------------------------
 
 
@@ -182,7 +210,9 @@ async def test_a_llama_server_is_run_with_the_same_options(tiny_chat_gguf: Path,
         await runtimes.load("r")
         settings = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
         assert b"LLAMA_ARG_CACHE_RAM=0" in settings
-        assert await runtimes.figures("r") == RuntimeFigures(0, 0)
+        figures = await runtimes.figures("r")
+        assert figures is not None
+        assert (figures.running, figures.waiting) == (0, 0)
 
 
 async def test_deployments_are_loaded_side_by_side(minilm_gguf: Path, tiny_chat_gguf: Path, tmp_path: Path) -> None:

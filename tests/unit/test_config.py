@@ -155,7 +155,8 @@ class TestProblems:
             "config.deployments[0].runtime.type: is required"
         ]
         (problem,) = problems(deployments=[model(runtime={"type": "ollama"})])
-        assert problem == 'config.deployments[0].runtime.type: must be "llama_cpp" or "reference", not "ollama"'
+        known = '"llama_cpp" or "vllm" or "command" or "reference"'
+        assert problem == f'config.deployments[0].runtime.type: must be {known}, not "ollama"'
 
     def test_what_is_there_twice(self) -> None:
         clients = [one_client(), one_client(id="other"), one_client(token_sha256="cd" * 32)]

@@ -157,15 +157,19 @@ def complaint_about(words: list[str]) -> str | None:
     command = cast("Command", typer.main.get_command(app))
     words = list(words)
     while (commands := subcommands_of(command)) is not None:
-        if not words:
+        if not words or words[0] in options_of(command):
             return None
         name = words.pop(0)
         if name not in commands:
             return f"there is no command {name}"
         command = commands[name]
-    options = {option for one in command.params if one.param_type_name == "option" for option in one.opts}
+    options = options_of(command)
     unknown = [word for word in words if word.startswith("-") and word != "-" and word not in options]
     return f"{command.name} has no option {unknown[0]}" if unknown else None
+
+
+def options_of(command: Command) -> set[str]:
+    return {option for one in command.params if one.param_type_name == "option" for option in one.opts}
 
 
 @each_page
@@ -184,6 +188,8 @@ def test_commands_are_found_and_complained_about() -> None:
     assert complaint_about(["plans", "--reason", "QUEUE_FULL"]) is None
     assert complaint_about(["plans", "--because", "QUEUE_FULL"]) == "plans has no option --because"
     assert complaint_about(["ledger", "import"]) is not None
+    assert complaint_about(["--show-completion", "bash"]) is None
+    assert complaint_about(["--hide-completion"]) is not None
     assert complaint_about(["verify"]) is not None
 
 

@@ -93,7 +93,7 @@ class TestCompletion:
         ("words", "completed"),
         [
             ("gpuledger sta", ["status"]),
-            ("gpuledger p", ["plan", "plans", "pressure", "profile"]),
+            ("gpuledger pla", ["plan", "plans"]),
             ("gpuledger ledger ex", ["export"]),
             ("gpuledger status --js", ["--json"]),
             ("gpuledger --show-completion z", ["zsh"]),

@@ -28,6 +28,7 @@ from gpuledger.domain.configuration import ClientSpec, Configuration
 from gpuledger.domain.document_problems import DocumentError, Problem, at
 from gpuledger.domain.events import DeploymentSpec
 from gpuledger.domain.ports import Clock, Ledger, RuntimeFacts, RuntimeFault, Runtimes, Telemetry
+from gpuledger.domain.state import Kind
 from gpuledger.domain.world import World
 
 from .config import Config, DeploymentEntry, HostEntry
@@ -60,7 +61,7 @@ def open_parts(config: Config) -> Parts:
         return Parts(
             ledger=ledger,
             clock=LedgerClock(world.at),
-            telemetry=NodeTelemetry(_sources(config)),
+            telemetry=NodeTelemetry(_sources(config, world)),
             runtimes=RuntimeManager(config.runtimes, config.state_dir),
             world=world,
             accelerator_ids=accelerator_ids_of(config),
@@ -70,14 +71,15 @@ def open_parts(config: Config) -> Parts:
         raise
 
 
-def _sources(config: Config) -> list[Source]:
+def _sources(config: Config, world: World) -> list[Source]:
     accelerators = config.document.accelerators
     limit = accelerators.host.memory_limit_bytes if isinstance(accelerators.host, HostEntry) else None
     sources: list[Source] = []
     if accelerators.host is not False:
         sources.append(HostSource(config.document.node.id, limit_bytes=limit))
     if _watches_gpus(config):
-        sources.append(NvmlSource(config.nvml_library, host=HostMeter(limit_bytes=limit)))
+        meter = HostMeter(limit_bytes=limit)
+        sources.append(NvmlSource(config.nvml_library, host=meter, known=_known_gpus(config, world)))
     return sources
 
 
@@ -99,6 +101,15 @@ def tokens_of(config: Config) -> TokenWatch:
         return TokenWatch(config.state_dir / FILE_NAME)
     except TokensUnusable as error:
         raise DocumentError.of("", str(error)) from None
+
+
+def _known_gpus(config: Config, world: World) -> list[str]:
+    """What the ledger has of this node's GPUs, for the source to say what became of them."""
+    return [
+        accelerator_id
+        for accelerator_id, state in world.accelerators.items()
+        if state.node_id == config.document.node.id and state.accelerator.kind is Kind.GPU and not state.retired
+    ]
 
 
 def clients_of(config: Config, tokens: Tokens = tuple[Token, ...]) -> Clients:

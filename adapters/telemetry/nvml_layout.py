@@ -7,7 +7,7 @@ an error is a fault, and so is a card that has vanished.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,6 +22,8 @@ from .nvml_faults import fault_of
 #: An instance has the index (index of its card + 1) * this + its GPU instance id: like no card's, like no other
 #: instance's, and the same while it lives. Ids of GPU instances are below 16, and a machine has fewer cards than this.
 INSTANCE_INDEX_STEP: Final = 100
+#: How the UUID of an instance begins, and that of a card does not.
+_INSTANCE_PREFIX: Final = "MIG-"
 #: What is gone is told in every sample, since the one that told it first may be lost: so many, the newest.
 MAX_GONE: Final = 256
 
@@ -61,10 +63,15 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """Where an accelerator was last found."""
+    """Where an accelerator was last found; None as far as only an earlier run knew."""
 
-    card: str
-    index: int
+    card: str | None
+    index: int | None
+
+    @classmethod
+    def earlier(cls, accelerator_id: str) -> _Known:
+        """Of an earlier run: a card is its own, the card of an instance is not in its id."""
+        return cls(None if accelerator_id.startswith(_INSTANCE_PREFIX) else accelerator_id, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +91,10 @@ class _Partition:
 class LayoutReader:
     """Looks, and remembers which accelerators there were. For one thread."""
 
-    def __init__(self, binding: NvmlBinding) -> None:
+    def __init__(self, binding: NvmlBinding, known: Iterable[str] = ()) -> None:
+        """`known`: accelerators of earlier runs. MIG is set up while nothing runs, and cards are taken out."""
         self._binding = binding
-        self._known: dict[str, _Known] = {}
+        self._known = {one: _Known.earlier(one) for one in known}
         #: A dict for its order: the oldest first.
         self._gone: dict[str, None] = {}
 
@@ -101,7 +109,8 @@ class LayoutReader:
         places = tuple(place for card in cards for place in partitions[card.uuid].places)
         shared = [one for partition in partitions.values() for one in partition.shared]
         missing = sorted(self._known.keys() - {place.accelerator_id for place in places})
-        gone = [one for one in missing if _has_gone(one, self._known[one], partitions)]
+        whole_view = not silent and all(one.error is None for one in partitions.values())
+        gone = [one for one in missing if _has_gone(one, self._known[one], partitions, whole_view)]
         unseen = [one for one in missing if one not in gone]
         lost = [self._lost(one, partitions, silent) for one in unseen]
         faults = [*lost, *self._of_nothing_known(partitions, silent, unseen)]
@@ -184,10 +193,19 @@ class LayoutReader:
     def _lost(
         self, accelerator_id: str, partitions: Mapping[str, _Partition], silent: Mapping[int, NvmlError]
     ) -> TelemetryFault:
-        """Why it cannot be seen: an index that errs is the card that was last there."""
+        """Why it cannot be seen: an index that errs is the card that was last there.
+
+        Of an accelerator of an earlier run that is not known: whatever errs may be it.
+        """
         known = self._known[accelerator_id]
-        partition = partitions.get(known.card)
-        error = silent.get(known.index) if partition is None else partition.error
+        partition = None if known.card is None else partitions.get(known.card)
+        if partition is not None:
+            error = partition.error
+        elif known.index is not None:
+            error = silent.get(known.index)
+        else:
+            of_cards = (one.error for one in partitions.values() if known.card is None)
+            error = next((one for one in (*silent.values(), *of_cards) if one is not None), None)
         if error is None:
             return fault(accelerator_id, FaultCode.GPU_VANISHED, Health.LOST)
         return fault_of(accelerator_id, error)
@@ -218,8 +236,13 @@ class LayoutReader:
             del self._gone[oldest]
 
 
-def _has_gone(accelerator_id: str, known: _Known, partitions: Mapping[str, _Partition]) -> bool:
-    """Whether a card's division, as far as it was read, leaves no room for this accelerator."""
+def _has_gone(accelerator_id: str, known: _Known, partitions: Mapping[str, _Partition], whole_view: bool) -> bool:
+    """Whether a card's division, as far as it was read, leaves no room for this accelerator.
+
+    `whole_view`: nothing erred, so that an instance of no known card is on none of them.
+    """
+    if known.card is None:
+        return whole_view
     partition = partitions.get(known.card)
     if partition is None or partition.whole is None:
         return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from gpuledger.adapters.telemetry.node import NodeTelemetry
 from gpuledger.adapters.telemetry.nvml import NvmlSource
@@ -46,11 +46,11 @@ class Wall:
 class Bench:
     """A driver, the telemetry on it, and the time between samples (5 s, as the policy has it)."""
 
-    def __init__(self, shim: NvmlShim) -> None:
+    def __init__(self, shim: NvmlShim, known: Iterable[str] = ()) -> None:
         self.shim = shim
         self.clock = Monotonic()
         self.wall = Wall()
-        source = NvmlSource(str(shim.library), monotonic_ns=self.clock, clock_us=self.wall)
+        source = NvmlSource(str(shim.library), monotonic_ns=self.clock, clock_us=self.wall, known=known)
         self.telemetry = NodeTelemetry([source])
 
     def sample(self, managed: Sequence[ManagedProcess] = (), after_ms: int = 5_000) -> NodeReading:

@@ -222,6 +222,54 @@ def test_what_is_gone_is_told_for_a_bounded_number(bench: Bench, monkeypatch: py
     assert set(bench.sample().gone) == {CARD.uuid, "MIG-6", "MIG-5"}
 
 
+# ---- what became of it while no scheduler ran -------------------------------------------------------------------
+
+
+def test_an_instance_of_an_earlier_run_that_is_no_more_is_gone(shim: NvmlShim) -> None:
+    """MIG is set up while nothing runs."""
+    bench = Bench(shim, known=[SMALL.uuid, "MIG-earlier", CARD.uuid, A])
+    shim.set([CARD, ONE])
+    sample = bench.sample()
+    assert (uuids(sample), sample.faults) == ([SMALL.uuid, LARGE.uuid, A], ())
+    assert set(sample.gone) == {"MIG-earlier", CARD.uuid}
+    bench.telemetry.close()
+
+
+@pytest.mark.parametrize(
+    ("cards", "code"),
+    [
+        pytest.param([replace(CARD, error=4), ONE], "NVML_NO_PERMISSION", id="its card may be the one that is silent"),
+        pytest.param([replace(CARD, mig=999), ONE], "NVML_UNKNOWN", id="or one that does not tell"),
+    ],
+)
+def test_as_long_as_something_errs_it_may_be_there(shim: NvmlShim, cards: list[ShimCard], code: str) -> None:
+    bench = Bench(shim, known=["MIG-earlier"])
+    shim.set(cards)
+    sample = bench.sample()
+    assert ("MIG-earlier", code, None) in faults(sample)
+    assert sample.gone == ()
+    shim.set([CARD, ONE])
+    assert set(bench.sample().gone) == {"MIG-earlier", CARD.uuid}
+    bench.telemetry.close()
+
+
+def test_a_card_of_an_earlier_run_that_is_missing_has_vanished(shim: NvmlShim) -> None:
+    bench = Bench(shim, known=[A, "GPU-earlier"])
+    shim.set([ONE])
+    sample = bench.sample()
+    assert (faults(sample), sample.gone) == ({("GPU-earlier", "GPU_VANISHED", Health.LOST)}, ())
+    shim.set([ONE, replace(ONE, uuid="GPU-other", error=4)])
+    assert faults(bench.sample()) == {("GPU-earlier", "NVML_NO_PERMISSION", None), (None, "NVML_NO_PERMISSION", None)}
+    bench.telemetry.close()
+
+
+def test_a_driver_that_does_not_answer_hides_what_an_earlier_run_had(shim: NvmlShim) -> None:
+    bench = Bench(shim, known=[A, "MIG-earlier"])
+    shim.set([], init=9)
+    assert faults(bench.sample()) == {(one, "NVML_DRIVER_NOT_LOADED", None) for one in (A, "MIG-earlier")}
+    bench.telemetry.close()
+
+
 # ---- instances that share their memory --------------------------------------------------------------------------
 
 LEFT = replace(LARGE, uuid="MIG-left", compute_instance=0, slot=0, name="NVIDIA A100-SXM4-40GB MIG 1c.3g.20gb")

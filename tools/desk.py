@@ -172,6 +172,7 @@ class RequestDesk:
             Condition("admitting", self.gate.cause is None, self.gate.detail),
             Condition("ledger", trouble is None, trouble or "writable"),
             _sight(self._engine.world, self._engine.now()),
+            _fare(self._engine.world),
         )
 
     # ---- for metrics ---------------------------------------------------------------------------------------------
@@ -426,3 +427,13 @@ def _sight(world: World, now: int) -> Condition:
     ]
     detail = "; ".join(unseen) or ("fresh" if live else "no accelerator was found")
     return Condition("telemetry", len(unseen) < len(live), detail)
+
+
+def _fare(world: World) -> Condition:
+    """Degraded capabilities, named. They never make a server unready: what is sent no requests cannot recover."""
+    degraded = [
+        f"{name} (failed {state.failures} times in a row, last with {state.failure})"
+        for name, state in sorted(world.capabilities.items())
+        if state.degraded_at is not None
+    ]
+    return Condition("capabilities", True, f"degraded: {'; '.join(degraded)}" if degraded else "none is degraded")

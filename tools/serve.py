@@ -72,6 +72,7 @@ class Server:
         self._running = Running(config, parts)
         self._metrics = Metrics(self._running.desk)
         self._running.engine.measure(self._metrics)
+        self._running.engine.subscribe(self._metrics)
         self._haste = Haste(asyncio.Event(), asyncio.Event())
         self._asked_to_stop = asyncio.Event()
 

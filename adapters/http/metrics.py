@@ -1,30 +1,31 @@
 """What operators watch, in Prometheus' format. Refusals for want of memory are correct outcomes, and counted apart.
 
-Gauges are read from the folded state when they are asked for. Labels are ids of the configuration and members of closed
-lists: nothing that a client sends becomes one.
+Labels are ids of the configuration and members of closed lists: nothing that a client sends becomes one.
 """
 
 from __future__ import annotations
 
-from collections import Counter as Tally
-from collections.abc import Iterator
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
-from gpuledger.domain.accounting import account
-from gpuledger.domain.failures import Failure
-from gpuledger.domain.policy import Pressure
+from gpuledger.domain.events import (
+    FailureRecorded,
+    LeasePreempted,
+    Recorded,
+    RequestFellBack,
+    RequestRetried,
+    TelemetryMissed,
+)
+from gpuledger.domain.failures import Failure, owner_of
+from gpuledger.domain.messages import Agenda
 from gpuledger.domain.reasons import Reason
-from gpuledger.domain.units import MICROS_PER_SECOND
-from gpuledger.domain.view import view_of
 
+from .attempt import Work
 from .auth import Client
 from .openai_errors import ApiError, status_of
 from .ports import Ending, Granted, Insight, Outcome, Refused, Repeated, Unavailable
-from .relay import Work
+from .state_metrics import StateCollector
 
 _COMMIT_BUCKETS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _WAIT_BUCKETS: Final = (0.005, 0.02, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -77,6 +78,7 @@ class Metrics:
             buckets=_COMMIT_BUCKETS,
             registry=self._registry,
         )
+        self._lifecycle = _LifecycleCounters(self._registry)
 
     def render(self) -> bytes:
         """The page."""
@@ -84,6 +86,13 @@ class Metrics:
 
     def committed(self, seconds: float) -> None:
         self._commits.observe(seconds)
+
+    def recorded(self, events: tuple[Recorded, ...]) -> None:
+        for event in events:
+            self._lifecycle.count(event)
+
+    def wanted(self, agenda: Agenda) -> None:
+        """Nothing is counted of what is only wanted."""
 
     def ended(self, work: Work, granted: Granted, ending: Ending) -> None:
         capability = work.capability
@@ -129,77 +138,43 @@ def _word(outcome: Outcome | ApiError) -> str:
             return "granted"
 
 
-class StateCollector(Collector):
-    """Gauges of the folded state."""
+class _LifecycleCounters:
+    """What the ledger records of failures and of what was done about them, since this process began."""
 
-    def __init__(self, insight: Insight) -> None:
-        self._insight = insight
-
-    def collect(self) -> Iterator[Metric]:
-        yield from self._server()
-        yield from self._residents_and_queue()
-        yield from self._accelerators()
-
-    def _server(self) -> Iterator[Metric]:
-        facts, world = self._insight.facts(), self._insight.world
-        yield _gauge("gpuledger_open_requests", "Requests that somebody waits for.", facts.open_requests)
-        yield _gauge("gpuledger_ledger_writable", "1 when the ledger can be written.", int(facts.ledger_writable))
-        events = CounterMetricFamily("gpuledger_events", "Events in the ledger.")
-        events.add_metric((), world.seq)
-        yield events
-
-    def _residents_and_queue(self) -> Iterator[Metric]:
-        world = self._insight.world
-        queue = GaugeMetricFamily("gpuledger_queue_length", "Requests in the queue.", labels=("capability", "priority"))
-        waiting = Tally((queued.capability, queued.priority.value) for queued in world.queue())
-        for labels, count in sorted(waiting.items()):
-            queue.add_metric(labels, count)
-        yield queue
-        residents = GaugeMetricFamily(
-            "gpuledger_residents", "Models in memory, by state.", labels=("accelerator", "state")
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._failures = Counter(
+            "gpuledger_failures",
+            "Failures as they are recorded, by class and owner. Those of capacity are correct outcomes.",
+            ("failure", "owner"),
+            registry=registry,
         )
-        states = Tally(
-            (state.accelerator.accelerator_id, record.resident.state.value) for state, record in world.residents()
+        for failure in Failure:
+            self._failures.labels(failure.value, owner_of(failure).value)
+        self._retries = Counter(
+            "gpuledger_retries", "Requests tried again after a failure, by its class.", ("failure",), registry=registry
         )
-        for labels, count in sorted(states.items()):
-            residents.add_metric(labels, count)
-        yield residents
-
-    def _accelerators(self) -> Iterator[Metric]:
-        world, now = self._insight.world, self._insight.facts().now
-        view = view_of(world.state(now))
-        figures = GaugeMetricFamily(
-            "gpuledger_accelerator_bytes",
-            "Memory of an accelerator (semantics.md 2).",
-            labels=("accelerator", "figure"),
+        self._fallbacks = Counter(
+            "gpuledger_fallbacks",
+            "Requests planned for the next rank of their contract, by the reason or failure that led to it.",
+            ("cause",),
+            registry=registry,
         )
-        leases = GaugeMetricFamily("gpuledger_leases", "Active leases.", labels=("accelerator",))
-        levels = GaugeMetricFamily("gpuledger_pressure_level", "0 NORMAL to 3 CRITICAL.", labels=("accelerator",))
-        ages = GaugeMetricFamily(
-            "gpuledger_sample_age_seconds", "Age of the newest usable sample.", labels=("accelerator",)
+        self._preemptions = Counter(
+            "gpuledger_preemptions", "Leases that more important work took over.", registry=registry
         )
-        for accelerator_id in sorted(view.accelerators):
-            accounting = account(view, accelerator_id)
-            known = {
-                "total": accounting.total_bytes,
-                "observed": accounting.observed_used_bytes,
-                "managed": accounting.attributed_managed_bytes,
-                "external": accounting.unmanaged_external_bytes,
-                "leased": accounting.future_lease_bytes,
-                "reserve": accounting.reserve_bytes,
-                "schedulable": accounting.schedulable_bytes,
-            }
-            for name, value in known.items():
-                if value is not None:
-                    figures.add_metric((accelerator_id, name), value)
-            active = sum(len(some) for some in view.leases.get(accelerator_id, {}).values())
-            leases.add_metric((accelerator_id,), active)
-            sample = view.samples.get(accelerator_id)
-            levels.add_metric((accelerator_id,), (sample.pressure if sample else Pressure.NORMAL).rank)
-            if sample is not None:
-                ages.add_metric((accelerator_id,), max(0, now - sample.observed_at) / MICROS_PER_SECOND)
-        yield from (figures, leases, levels, ages)
 
-
-def _gauge(name: str, documentation: str, value: float) -> GaugeMetricFamily:
-    return GaugeMetricFamily(name, documentation, value)
+    def count(self, event: Recorded) -> None:
+        match event.data:
+            case FailureRecorded(failure=failure):
+                self._failures.labels(failure.value, owner_of(failure).value).inc()
+            case TelemetryMissed():
+                failure = Failure.DRIVER_ERROR
+                self._failures.labels(failure.value, owner_of(failure).value).inc()
+            case RequestRetried(failure=failure):
+                self._retries.labels(failure.value).inc()
+            case RequestFellBack(reason=reason, failure=failure):
+                self._fallbacks.labels(str(reason if failure is None else failure)).inc()
+            case LeasePreempted():
+                self._preemptions.inc()
+            case _:
+                pass  # nothing that failed, or was done about it

@@ -19,116 +19,48 @@ from gpuledger.domain.events import (
     DeploymentRevised,
     EnvelopeAccepted,
     EnvelopeMeasured,
-    EnvelopeSuspected,
     FailureRecorded,
     NodeCordoned,
     NodeDrainCompleted,
     NodeDrainStarted,
     NodeUncordoned,
     PressureChanged,
-    Recorded,
-    SampledAccelerator,
     SchedulerStarted,
     TelemetryMissed,
-    TelemetrySampled,
     ThrashingDetected,
 )
 from gpuledger.domain.failures import EMPTY_SHA256, Failure, Owner
 from gpuledger.domain.policy import Pressure
 from gpuledger.domain.state import Health
 from gpuledger.domain.units import GIB, seconds
-from gpuledger.domain.world import World
-from gpuledger.domain.world import evolve as evolve_world
 from gpuledger.projections import alerts
 from gpuledger.projections.alerts import Alert, AlertKind, Onsets, alerts_of
-from tests.simulation.ledgers import crowded_and_killed
 from tests.simulation.virtual_shell import NODE
+from tests.unit.driven import CARD, DrivenLedger, suspected
 
-CARD = "GPU-0"
-FREE = {"accelerator_id": CARD, "node_id": NODE}
-
-
-class Ledger:
-    """A ledger that a scheduler is at work on, to which a test adds what happens next, a second apart."""
-
-    def __init__(self) -> None:
-        killed = crowded_and_killed()
-        self.events = list(killed.events)
-        self.world: World = killed.world
-
-    @property
-    def now(self) -> int:
-        return self.world.at
-
-    def add(self, stream: str, data: Any) -> int:
-        """Returns when it happened."""
-        version = self.world.versions.get(stream, 0) + 1
-        event = Recorded(self.world.seq + 1, self.now + seconds(1), stream, version, data)
-        self.events.append(event)
-        self.world = evolve_world(self.world, event)
-        return event.at
-
-    def sample(self, **changes: Any) -> int:
-        """Its card as it is, read anew."""
-        shown = SampledAccelerator(
-            accelerator_id=CARD,
-            total_bytes=16 * GIB,
-            used_bytes=1 * GIB,
-            pressure_bp=0,
-            pressure=Pressure.NORMAL,
-            recovering_since=None,
-            foreign_processes=0,
-            residents=(),
-        )
-        at = self.now + seconds(1)
-        reading = TelemetrySampled(NODE, at, at, None, None, (replace(shown, **changes),))
-        return self.add(f"telemetry:{NODE}", reading)
-
-    def alerts(self, now: int | None = None) -> tuple[Alert, ...]:
-        onsets = reduce(alerts.evolve, self.events, Onsets())
-        return alerts_of(self.world, self.now if now is None else now, onsets)
-
-    def one(self) -> Alert:
-        (alert,) = self.alerts()
-        return alert
-
-    def kinds(self) -> list[AlertKind]:
-        return [alert.kind for alert in self.alerts()]
+THE_CARD = {"accelerator_id": CARD, "node_id": NODE}
 
 
 @pytest.fixture
-def ledger() -> Ledger:
-    found = Ledger()
+def ledger() -> DrivenLedger:
+    found = DrivenLedger()
     found.sample()
     assert found.alerts() == ()
     return found
 
 
-def suspected(cause: Any, deployment_id: str = "chat") -> EnvelopeSuspected:
-    return EnvelopeSuspected(
-        deployment_id=deployment_id,
-        accelerator_id=CARD,
-        resident_id=f"{deployment_id}@GPU-0#1",
-        config_hash=f"cfg-{deployment_id}",
-        gpu_class="virtual",
-        cause=cause,
-        observed_bytes=13 * GIB,
-        peak_bytes=11 * GIB,
-    )
-
-
 class TestAccelerators:
-    def test_pressure_begins_when_it_left_normal(self, ledger: Ledger) -> None:
+    def test_pressure_begins_when_it_left_normal(self, ledger: DrivenLedger) -> None:
         began = ledger.sample(pressure=Pressure.HIGH, pressure_bp=7300)
         ledger.add(f"accelerator:{CARD}", PressureChanged(CARD, Pressure.HIGH, Pressure.NORMAL, 7300))
         ledger.sample(pressure=Pressure.CRITICAL, pressure_bp=9000)
         ledger.add(f"accelerator:{CARD}", PressureChanged(CARD, Pressure.CRITICAL, Pressure.HIGH, 9000))
         alert = ledger.one()
-        assert (alert.kind, alert.subjects) == (AlertKind.GPU_PRESSURE, FREE)
+        assert (alert.kind, alert.subjects) == (AlertKind.GPU_PRESSURE, THE_CARD)
         assert alert.figures == {"level": "CRITICAL", "pressure_bp": 9000}
         assert alert.since == began + seconds(1)
 
-    def test_pressure_that_is_over(self, ledger: Ledger) -> None:
+    def test_pressure_that_is_over(self, ledger: DrivenLedger) -> None:
         ledger.sample(pressure=Pressure.HIGH)
         ledger.add(f"accelerator:{CARD}", PressureChanged(CARD, Pressure.HIGH, Pressure.NORMAL, 7300))
         ledger.sample()
@@ -136,15 +68,15 @@ class TestAccelerators:
         assert ledger.alerts() == ()
         assert reduce(alerts.evolve, ledger.events, Onsets()).of(AlertKind.GPU_PRESSURE, CARD) is None
 
-    def test_a_sample_that_grows_old(self, ledger: Ledger) -> None:
+    def test_a_sample_that_grows_old(self, ledger: DrivenLedger) -> None:
         sample = ledger.world.accelerators[CARD].sample
         assert sample is not None
         last = sample.observed_at + seconds(ledger.world.policy.telemetry_max_age_seconds)
         assert ledger.alerts(last) == ()
         (alert,) = ledger.alerts(last + 1)
-        assert (alert.kind, alert.since, alert.subjects) == (AlertKind.STALE_TELEMETRY, last, FREE)
+        assert (alert.kind, alert.since, alert.subjects) == (AlertKind.STALE_TELEMETRY, last, THE_CARD)
 
-    def test_a_driver_that_fails(self, ledger: Ledger) -> None:
+    def test_a_driver_that_fails(self, ledger: DrivenLedger) -> None:
         observed_at = ledger.now
         ledger.add(f"telemetry:{NODE}", TelemetryMissed(NODE, observed_at, (CARD,), "NVML_TIMEOUT"))
         alert = ledger.one()
@@ -153,11 +85,11 @@ class TestAccelerators:
         ledger.sample()
         assert ledger.alerts() == ()
 
-    def test_a_scheduler_that_has_seen_nothing_yet(self, ledger: Ledger) -> None:
+    def test_a_scheduler_that_has_seen_nothing_yet(self, ledger: DrivenLedger) -> None:
         ledger.add("ledger", SchedulerStarted(NODE, "1", "p/1", 1))
         assert (ledger.one().kind, ledger.one().since) == (AlertKind.STALE_TELEMETRY, None)
 
-    def test_a_fault_of_the_device(self, ledger: Ledger) -> None:
+    def test_a_fault_of_the_device(self, ledger: DrivenLedger) -> None:
         stream = f"accelerator:{CARD}"
         began = ledger.add(stream, AcceleratorHealthChanged(CARD, Health.FAILED, "XID_79", 1))
         ledger.add(stream, AcceleratorHealthChanged(CARD, Health.FAILED, "XID_79", 2))
@@ -169,22 +101,22 @@ class TestAccelerators:
         again = ledger.add(stream, AcceleratorHealthChanged(CARD, Health.DEGRADED, "throttled"))
         assert (ledger.one().since, ledger.one().figures["stands"]) == (again, False)
 
-    def test_attribution_that_is_a_guess(self, ledger: Ledger) -> None:
+    def test_attribution_that_is_a_guess(self, ledger: DrivenLedger) -> None:
         ledger.sample(blind="no_host_pids")
-        assert ledger.one() == Alert(AlertKind.ATTRIBUTION_ESTIMATED, FREE, None, {"cause": "no_host_pids"})
+        assert ledger.one() == Alert(AlertKind.ATTRIBUTION_ESTIMATED, THE_CARD, None, {"cause": "no_host_pids"})
 
-    def test_thrashing_is_shown_for_as_long_as_it_was_watched_for(self, ledger: Ledger) -> None:
+    def test_thrashing_is_shown_for_as_long_as_it_was_watched_for(self, ledger: DrivenLedger) -> None:
         at = ledger.now
         ledger.add(f"accelerator:{CARD}", ThrashingDetected(CARD, "chat", "vision", 3, 600, at))
         alert = ledger.one()
         assert (alert.kind, alert.since) == (AlertKind.THRASHING, at)
-        assert alert.subjects == FREE | {"evictor": "chat", "victim": "vision"}
+        assert alert.subjects == THE_CARD | {"evictor": "chat", "victim": "vision"}
         assert alert.key == ("THRASHING", CARD, "chat", NODE, "vision")
         shown = [one.kind for one in ledger.alerts(at + seconds(600) - 1)]
         assert AlertKind.THRASHING in shown
         assert AlertKind.THRASHING not in [one.kind for one in ledger.alerts(at + seconds(600))]
 
-    def test_one_that_is_retired_has_none(self, ledger: Ledger) -> None:
+    def test_one_that_is_retired_has_none(self, ledger: DrivenLedger) -> None:
         ledger.add(f"accelerator:{CARD}", AcceleratorHealthChanged(CARD, Health.LOST, "GPU_VANISHED"))
         ledger.add(f"accelerator:{CARD}", AcceleratorRetired(CARD))
         assert not [one for one in ledger.alerts() if "accelerator_id" in one.subjects]
@@ -195,7 +127,7 @@ class TestDeployments:
     @pytest.mark.parametrize(
         ("cause", "kind"), [("exceeded", AlertKind.ENVELOPE_EXCEEDED), ("gpu_oom", AlertKind.ENVELOPE_SUSPECT)]
     )
-    def test_an_envelope_that_is_suspect(self, ledger: Ledger, cause: str, kind: AlertKind) -> None:
+    def test_an_envelope_that_is_suspect(self, ledger: DrivenLedger, cause: Any, kind: AlertKind) -> None:
         began = ledger.add("deployment:chat", suspected(cause))
         alert = ledger.one()
         assert (alert.kind, alert.since) == (kind, began)
@@ -204,7 +136,7 @@ class TestDeployments:
         ledger.add("deployment:chat", EnvelopeAccepted("chat", "cfg-chat", "ann"))
         assert ledger.alerts() == ()
 
-    def test_or_until_it_is_measured_again(self, ledger: Ledger) -> None:
+    def test_or_until_it_is_measured_again(self, ledger: DrivenLedger) -> None:
         ledger.add("deployment:chat", suspected("gpu_oom"))
         measured = next(
             one.data
@@ -214,7 +146,7 @@ class TestDeployments:
         ledger.add("deployment:chat", measured)
         assert ledger.alerts() == ()
 
-    def test_why_is_not_told_of_another_configuration(self, ledger: Ledger) -> None:
+    def test_why_is_not_told_of_another_configuration(self, ledger: DrivenLedger) -> None:
         """The suspicion that is kept is of the newest: what it says must not be said of an older one."""
         ledger.add("deployment:chat", suspected("exceeded"))
         deployment = ledger.world.deployments["chat"]
@@ -222,14 +154,14 @@ class TestDeployments:
         ledger.world = replace(ledger.world, deployments={**ledger.world.deployments, "chat": forgotten})
         assert (ledger.one().kind, ledger.one().figures["cause"]) == (AlertKind.ENVELOPE_SUSPECT, None)
 
-    def test_a_configuration_that_was_never_measured(self, ledger: Ledger) -> None:
+    def test_a_configuration_that_was_never_measured(self, ledger: DrivenLedger) -> None:
         spec = replace(ledger.world.deployments["chat"].spec, config_hash="other")
         began = ledger.add("deployment:chat", DeploymentRevised(spec, "configuration"))
         alert = ledger.one()
         assert (alert.kind, alert.since) == (AlertKind.NO_MEASURED_ENVELOPE, began)
         assert alert.figures == {"config_hash": "other", "gpu_classes": "virtual"}
 
-    def test_a_model_file_that_is_another_one(self, ledger: Ledger) -> None:
+    def test_a_model_file_that_is_another_one(self, ledger: DrivenLedger) -> None:
         began = ledger.add("deployment:chat", ArtifactCorrupt("chat", "sha256_differs", EMPTY_SHA256))
         alert = ledger.one()
         assert (alert.kind, alert.since, alert.figures) == (
@@ -240,12 +172,12 @@ class TestDeployments:
         ledger.add("deployment:chat", ArtifactVerified("chat", EMPTY_SHA256))
         assert ledger.alerts() == ()
 
-    def test_one_that_is_retired_has_none(self, ledger: Ledger) -> None:
+    def test_one_that_is_retired_has_none(self, ledger: DrivenLedger) -> None:
         ledger.add("deployment:chat", suspected("gpu_oom"))
         ledger.add("deployment:chat", DeploymentRetired("chat", "configuration"))
         assert ledger.alerts() == ()
 
-    def test_a_capability_that_is_degraded(self, ledger: Ledger) -> None:
+    def test_a_capability_that_is_degraded(self, ledger: DrivenLedger) -> None:
         failed = FailureRecorded(
             "chat@1", Failure.TIMEOUT, Owner.RUNTIME_ADAPTER, "chat", CARD, None, None, 1, 1, 3, EMPTY_SHA256, "load"
         )
@@ -264,7 +196,7 @@ class TestDeployments:
 
 
 class TestNodes:
-    def test_cordoned_and_drained_by_an_operator(self, ledger: Ledger) -> None:
+    def test_cordoned_and_drained_by_an_operator(self, ledger: DrivenLedger) -> None:
         cordoned = ledger.add(f"node:{NODE}", NodeCordoned(NODE, "ann"))
         drained = ledger.add(f"node:{NODE}", NodeDrainStarted(NODE, "operator", "ann"))
         draining, cordon = ledger.alerts()
@@ -276,13 +208,13 @@ class TestNodes:
         ledger.add(f"node:{NODE}", NodeUncordoned(NODE, "ann"))
         assert ledger.alerts() == ()
 
-    def test_a_shutdown_is_a_drain(self, ledger: Ledger) -> None:
+    def test_a_shutdown_is_a_drain(self, ledger: DrivenLedger) -> None:
         ledger.add(f"node:{NODE}", NodeDrainStarted(NODE, "shutdown"))
         assert (ledger.one().kind, ledger.one().figures["cause"]) == (AlertKind.NODE_DRAINING, "shutdown")
 
 
 class TestAll:
-    def test_in_the_order_of_the_list(self, ledger: Ledger) -> None:
+    def test_in_the_order_of_the_list(self, ledger: DrivenLedger) -> None:
         ledger.add(f"node:{NODE}", NodeCordoned(NODE, "ann"))
         ledger.add("deployment:vision", suspected("gpu_oom", "vision"))
         ledger.add("deployment:chat", suspected("gpu_oom"))
@@ -293,14 +225,14 @@ class TestAll:
         named = [one.subjects.get("deployment_id") for one in ledger.alerts()]
         assert named.index("chat") < named.index("vision")
 
-    def test_without_onsets_the_same_alerts(self, ledger: Ledger) -> None:
+    def test_without_onsets_the_same_alerts(self, ledger: DrivenLedger) -> None:
         ledger.add(f"node:{NODE}", NodeCordoned(NODE, "ann"))
         ledger.add("capability:chat@1", CapabilityDegraded("chat@1", 77, 3, Failure.TIMEOUT, "load"))
         known, unknown = ledger.alerts(), alerts_of(ledger.world, ledger.now)
         assert [one.key for one in known] == [one.key for one in unknown]
         assert [one.since for one in unknown] == [77, None]
 
-    def test_keys_are_of_one_alert_each(self, ledger: Ledger) -> None:
+    def test_keys_are_of_one_alert_each(self, ledger: DrivenLedger) -> None:
         for name in ("chat", "vision", "batch"):
             ledger.add(f"deployment:{name}", suspected("exceeded", name))
             ledger.add(f"deployment:{name}", ArtifactCorrupt(name, "absent", EMPTY_SHA256))

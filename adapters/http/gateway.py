@@ -20,6 +20,7 @@ import httpx
 import orjson
 from fastapi import FastAPI, Request, Response
 
+from .attempt import PATHS, Work
 from .auth import Client, Clients
 from .bodies import check_images, check_inputs, parse, read_body, wants_stream
 from .forms import read_form, too_large
@@ -33,7 +34,7 @@ from .openai_errors import (
 )
 from .payloads import JsonPayload, Payload
 from .ports import Desk, Granted, Insight, Operation, Question, Refused, Repeated, Unavailable
-from .relay import PATHS, Presence, Served, Tally, Work
+from .relay import Presence, Served, Tally
 from .spool import Spool
 
 DEADLINE_HEADER: Final = "x-gpuledger-deadline-ms"

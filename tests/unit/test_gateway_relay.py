@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from gpuledger.adapters.http import relay
+from gpuledger.adapters.http import attempt
 from gpuledger.adapters.http.answers import EventStream, Usage, named
 from gpuledger.adapters.http.openai_errors import CLIENT_CLOSED
 from gpuledger.adapters.http.ports import STRAIGHT, Lost, Outcome, Passage, Question, Refused
@@ -193,7 +193,7 @@ class TestStream:
             assert (ending.client_gone, ending.status) == (True, CLIENT_CLOSED)
 
     async def test_a_client_that_takes_nothing_is_taken_for_gone(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(relay, "CLIENT_STALL_SECONDS", 0.05)
+        monkeypatch.setattr(attempt, "CLIENT_STALL_SECONDS", 0.05)
         talk = Talk()
         async with visiting(talk) as (gate, visitor, visit):
             talk.pieces.put_nowait(event("one"))
@@ -218,7 +218,7 @@ class TestStream:
             assert visitor.text.count("data: ") == 50
 
     async def test_a_runtime_that_dies_ends_it_with_an_event(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(relay, "EXIT_NOTICE_SECONDS", 0.01)
+        monkeypatch.setattr(attempt, "EXIT_NOTICE_SECONDS", 0.01)
         talk = Talk()
         async with visiting(talk) as (gate, visitor, visit):
             talk.pieces.put_nowait(event("one"))
@@ -349,7 +349,7 @@ class TestAgain:
 
     @pytest.mark.parametrize("error", [httpx.ConnectError("refused"), httpx.ReadError("reset")])
     async def test_a_connection_that_breaks_by_itself(self, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(relay, "EXIT_NOTICE_SECONDS", 0.01)
+        monkeypatch.setattr(attempt, "EXIT_NOTICE_SECONDS", 0.01)
 
         async def break_off(_: httpx.Request) -> httpx.Response:
             raise error

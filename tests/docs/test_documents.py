@@ -29,6 +29,7 @@ from gpuledger.domain.policy import Policy, Pressure
 from gpuledger.domain.reasons import Reason, Verdict
 from gpuledger.domain.state import Attribution, Health, ResidentState
 from gpuledger.domain.world import World
+from gpuledger.projections.alerts import AlertKind
 from gpuledger.tools import docs_config
 from gpuledger.tools.cli import app
 from gpuledger.tools.config import config_of
@@ -207,6 +208,7 @@ _ENUMS: Final[tuple[type[StrEnum], ...]] = (
     Reason,
     Failure,
     Verdict,
+    AlertKind,
     Pressure,
     Health,
     Attribution,

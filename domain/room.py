@@ -84,6 +84,7 @@ def _must_wait_for_others(state: AcceleratorState, record: ResidentRecord) -> bo
 
 
 def unconfirmed_on(state: AcceleratorState, record: ResidentRecord) -> tuple[LeaseRecord, ...]:
+    """Warm grants on a resident for which room was not shown yet."""
     return tuple(lease for lease in state.leases_on(record.resident.resident_id) if not lease.room_confirmed)
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final, TypeAlias, cast
 
 from pydantic import Field, TypeAdapter, WithJsonSchema
 
+from gpuledger.domain.documents import Json
 from gpuledger.domain.policy import Policy, Priority
 from gpuledger.domain.state import DOCUMENT, ResidencyPolicy
 from gpuledger.domain.units import Identifier
@@ -22,21 +23,22 @@ MAX_DEADLINE_MS: Final = 86_400_000
 MAX_RANK: Final = 100
 
 
-def _inlined(schema: Any, types: Mapping[str, Any]) -> Any:
+def _inlined(schema: Json, types: Mapping[str, Json]) -> Json:
     """A schema that stands for itself, to be put into another one."""
     if isinstance(schema, list):
-        return [_inlined(one, types) for one in cast("list[Any]", schema)]
+        return [_inlined(one, types) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    found = cast("dict[str, Any]", schema)
-    if "$ref" in found:
-        return _inlined(types[str(found["$ref"]).rpartition("/")[2]], types)
-    return {key: _inlined(value, types) for key, value in found.items() if key != "$defs"}
+    if "$ref" in schema:
+        return _inlined(types[str(schema["$ref"]).rpartition("/")[2]], types)
+    return {key: _inlined(value, types) for key, value in schema.items() if key != "$defs"}
 
 
-_POLICY: Final[Mapping[str, Any]] = TypeAdapter(Policy).json_schema()
+_POLICY: Final[dict[str, Any]] = TypeAdapter(Policy).json_schema()
 
-PolicyKeys: TypeAlias = Annotated[Mapping[str, Any], WithJsonSchema(_inlined(_POLICY, _POLICY["$defs"]))]
+PolicyKeys: TypeAlias = Annotated[
+    Mapping[str, Any], WithJsonSchema(cast("dict[str, Any]", _inlined(_POLICY, _POLICY["$defs"])))
+]
 """Some or all keys of a policy. What they lead to is checked as a whole, so that every problem is told at once."""
 
 

@@ -5,7 +5,7 @@
             with gpus.program(UUID, 3 * GIB) as foreign:       # a real process of somebody else's, on that card
                 foreign.hold(5 * GIB)
             gpus.change(UUID, error=LOST)                       # or any field: ecc_errors, remap, mig, name
-            gpus.raise_xid(UUID, 79)
+            gpus.raise_xid(UUID, 79); gpus.withhold(UUID)       # and the bytes of processes are not told any more
             gpus.remove(UUID); gpus.add(card)
         gpus.used_bytes(UUID), gpus.most_bytes(UUID)            # what the device shows now, and what it was asked for
 
@@ -115,6 +115,7 @@ class GpuStandIn:
         self._held_bytes: dict[ProcessIdentity, int] = {}
         self._kept_bytes: dict[str, int] = {}
         self._programs: list[ForeignProgram] = []
+        self._withheld: set[str] = set()
         self._lock = threading.RLock()
         self._most_bytes: dict[str, int] = {}
         self._stop = threading.Event()
@@ -159,6 +160,12 @@ class GpuStandIn:
         """Of its ShimCard; `used_bytes` is what nobody claims, and `processes` are those that are in no other way."""
         with self._lock:
             self._cards[uuid] = replace(self._cards[uuid], **fields)
+            self.update()
+
+    def withhold(self, place: str, withheld: bool = True) -> None:
+        """Whether the driver lists processes there without their bytes, as under WDDM: attribution is then ESTIMATED."""
+        with self._lock:
+            self._withheld = self._withheld | {place} if withheld else self._withheld - {place}
             self.update()
 
     def add(self, card: ShimCard) -> None:
@@ -278,6 +285,8 @@ class GpuStandIn:
         ]
         on_it += [ShimProcess(one.pid, one.used_bytes, one.kind) for one in self._programs if one.place == place.uuid]
         used_bytes = place.used_bytes + self._kept_bytes.get(place.uuid, 0) + sum(one.used_bytes or 0 for one in on_it)
+        if place.uuid in self._withheld:
+            on_it = [replace(one, used_bytes=None) for one in on_it]
         self._most_bytes[place.uuid] = max(used_bytes, self._most_bytes.get(place.uuid, 0))
         return replace(place, used_bytes=min(used_bytes, place.total_bytes), processes=(*place.processes, *on_it))
 

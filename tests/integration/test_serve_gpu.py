@@ -1,97 +1,113 @@
-"""`gpuledger serve` on a GPU: the real NVML module on a driver of ours, whose card holds what the runtimes hold."""
+"""`gpuledger serve` on GPUs: the real NVML module on a driver of ours, whose cards hold what the runtimes hold."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from gpuledger.adapters.telemetry import process_memory
-from gpuledger.domain.ports import ProcessIdentity
+from gpuledger.domain.events import FailureRecorded
+from gpuledger.domain.failures import Failure
 from gpuledger.domain.units import GIB, MIB
-from tests.integration.serving import Serving, configuration, embedding, serving
-from tests.shim import NvmlShim, ShimCard, ShimProcess
+from tests.integration.gpu_stand_in import LOST, gpu_configuration, gpu_stand_in
+from tests.integration.serving import Serving, embedding
+from tests.shim import ShimCard
 
-UUID = "GPU-0f6ffa9b-1d3a-4b0e-9d55-0123456789ab"
+A = "GPU-0a6ffa9b-1d3a-4b0e-9d55-00000000000a"
+B = "GPU-0b6ffa9b-1d3a-4b0e-9d55-00000000000b"
 CONTEXT_BYTES = 200 * MIB
-#: Of programs of others.
-EXTERNAL_BYTES = 3 * GIB
+#: A model that holds a GiB, and two while it works, on cards that show 16 times what is really held.
+SCALE = 16
+SIZES = {"idle_bytes": "64MiB", "peak_bytes": "128MiB", "service_ms": 50, "max_inputs": 8}
 
 
-class Driver:
-    """Keeps the state of the card up to date with the processes of a server."""
-
-    def __init__(self, folder: Path) -> None:
-        self.shim = NvmlShim(folder)
-        self.lost = False
-        self._server: Serving | None = None
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self._update()
-
-    @contextmanager
-    def serving(self, folder: Path, config: dict[str, Any]) -> Generator[Serving]:
-        with serving(folder, config, ready=False, env=self.shim.env()) as server:
-            self._server = server
-            self._thread.start()
-            try:
-                server.until_ready()
-                yield server
-            finally:
-                self._stop.set()
-                self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stop.wait(0.01):
-            self._update()
-
-    def _update(self) -> None:
-        runtimes: tuple[ProcessIdentity, ...] = () if self._server is None else self._server.runtimes()
-        held = {one.pid: process_memory.read(one.pid).own_bytes for one in runtimes}
-        processes = tuple(ShimProcess(pid, used + CONTEXT_BYTES) for pid, used in held.items() if used > 16 * MIB)
-        used_bytes = EXTERNAL_BYTES + sum(process.used_bytes or 0 for process in processes)
-        self.shim.set([ShimCard(UUID, used_bytes=used_bytes, processes=processes, error=15 if self.lost else 0)])
+def on_gpu(**options: Any) -> dict[str, Any]:
+    return embedding(kind="gpu", **{**options, "runtime": {**SIZES, **options.get("runtime", {})}})
 
 
-@pytest.fixture
-def driver(tmp_path: Path) -> Driver:
-    return Driver(tmp_path)
+def residents(server: Serving) -> Iterator[tuple[str, int]]:
+    """Where models are, and how much is attributed to each."""
+    for state, record in server.world().residents():
+        yield state.accelerator.accelerator_id, record.resident.attributed_bytes
 
 
-def config() -> dict[str, Any]:
-    on_card = embedding(kind="gpu", runtime={"idle_bytes": "64MiB", "peak_bytes": "96MiB"})
-    return configuration(
-        [on_card], accelerators={"host": False, "nvml": "auto"}, policy={"telemetry_max_age_seconds": 6}
-    )
+def external_bytes(server: Serving, accelerator_id: str) -> int:
+    """What the newest sample shows of others."""
+    state = server.world().accelerators[accelerator_id]
+    managed = sum(held for place, held in residents(server) if place == accelerator_id)
+    return 0 if state.sample is None else state.sample.used_bytes - managed
 
 
-def test_it_finds_the_card_measures_serves_and_survives_its_loss(driver: Driver, tmp_path: Path) -> None:
-    with driver.serving(tmp_path / "server", config()) as server:
+def test_it_finds_the_card_measures_serves_and_survives_its_loss(tmp_path: Path) -> None:
+    card = ShimCard(A, used_bytes=3 * GIB)
+    config = gpu_configuration([on_gpu()], policy={"telemetry_max_age_seconds": 6})
+    with (
+        gpu_stand_in(tmp_path, [card], context_bytes=CONTEXT_BYTES) as gpus,
+        gpus.serving(tmp_path / "server", config) as server,
+    ):
         (state,) = server.world().accelerators.values()
-        assert (state.accelerator.accelerator_id, state.accelerator.gpu_class) == (UUID, "rtx-3090")
+        assert (state.accelerator.accelerator_id, state.accelerator.gpu_class) == (A, "rtx-3090")
         (measured,) = server.world().deployments["emb"].measured
         assert measured.envelope.gpu_class == "rtx-3090"
-        assert measured.envelope.peak_bytes > 64 * MIB + CONTEXT_BYTES  # more than the process itself knows of
+        assert measured.envelope.peak_bytes == 128 * MIB + CONTEXT_BYTES, "more than the process itself knows of"
 
         assert server.embed().status_code == 200
-        server.until(lambda: _attributed(server) > CONTEXT_BYTES)
+        server.until(lambda: list(residents(server)) == [(A, 64 * MIB + CONTEXT_BYTES)])
 
-        driver.lost = True
+        gpus.change(A, error=LOST)
         server.until(lambda: server.embed().status_code == 503)
         with server.http() as http:
             conditions = http.get("/readyz").json()["conditions"]
         assert not conditions["telemetry"]["holds"]
         assert "NVML_GPU_LOST" in conditions["telemetry"]["detail"]
 
-        driver.lost = False
+        gpus.change(A, error=0)
         server.until(lambda: server.embed().status_code == 200)
         assert server.stop() == 0, server.log()
     assert list(server.world().residents()) == []
 
 
-def _attributed(server: Serving) -> int:
-    return sum(record.resident.attributed_bytes for _, record in server.world().residents())
+def test_a_model_goes_where_others_leave_room(tmp_path: Path) -> None:
+    """Of two cards one is taken by somebody else's program; that is gone, and its card is as good as the other."""
+    with (
+        gpu_stand_in(tmp_path, [ShimCard(A), ShimCard(B)], scale=SCALE) as gpus,
+        gpus.serving(tmp_path / "server", gpu_configuration([on_gpu()])) as server,
+    ):
+        with gpus.program(A, 22 * GIB):
+            server.until(lambda: external_bytes(server, A) == 22 * GIB)
+            assert server.embed().status_code == 200
+            server.until(lambda: list(residents(server)) == [(B, GIB)])
+        server.until(lambda: external_bytes(server, A) == 0)
+        assert gpus.used_bytes(B) == GIB
+        assert server.stop() == 0, server.log()
+        assert (gpus.used_bytes(A), gpus.used_bytes(B)) == (0, 0)
+
+
+def test_memory_that_does_not_come_back_is_a_failure_and_external(tmp_path: Path) -> None:
+    """The process is gone, and the card, which does not tell whose memory it is, goes on showing it as used."""
+    marker = tmp_path / "marker"
+    model = on_gpu(
+        residency={"policy": "keep_warm", "ttl_seconds": 3},
+        runtime={"faults": {"keep_memory": True, "while_file": str(marker)}},
+    )
+    with (
+        gpu_stand_in(tmp_path, [ShimCard(A)], scale=SCALE) as gpus,
+        gpus.serving(tmp_path / "server", gpu_configuration([model], policy={"reclaim_timeout_seconds": 2})) as server,
+    ):
+        marker.touch()
+        gpus.withhold(A)
+        assert server.embed().status_code == 200
+        server.until(lambda: Failure.GPU_MEMORY_NOT_RECLAIMED in failures(server))
+        server.until(lambda: external_bytes(server, A) == gpus.kept_bytes(A) == GIB)
+        assert list(residents(server)) == []
+
+        marker.unlink()
+        assert gpus.give_back(A) == GIB
+        assert server.embed().status_code == 200
+        server.until(lambda: external_bytes(server, A) == 0)
+        assert server.stop() == 0, server.log()
+    assert gpus.used_bytes(A) == 0
+
+
+def failures(server: Serving) -> list[Failure]:
+    return [event.data.failure for event in server.events() if isinstance(event.data, FailureRecorded)]

@@ -50,7 +50,7 @@ class LlamaCppConfig(RuntimeOptions):
     )
     server: Path | None = Field(default=None, description="The llama-server to run; searched for when absent.")
     ubatch_size: Positive | None = Field(default=None, description="Tokens computed at once; batch_size when absent.")
-    threads: Positive = Field(default=2, le=1024, description="llama.cpp spins: no more than there are idle cores.")
+    threads: int = Field(default=2, ge=1, le=1024, description="llama.cpp spins: no more than there are idle cores.")
     gpu_layers: Annotated[int, Field(ge=0, le=100_000)] | Literal["all"] = 0
     mmap: bool = Field(
         default=False, description="Map the weights. On a host they are then page cache (semantics.md 1)."

@@ -21,6 +21,7 @@ Json: TypeAlias = str | int | bool | Sequence["Json"] | Mapping[str, "Json"] | N
 #: Context key of `model_validate`: the folder that relative paths are relative to.
 BASE_FOLDER: Final = "base_folder"
 
+#: Not to be narrowed by a `Field` beside it: pydantic keeps this bound, and forgets the other.
 Positive: TypeAlias = Annotated[int, Field(ge=1, le=2**31 - 1)]
 #: A path of a server of ours, with a query where need be: what follows the port in a URL.
 UrlPath: TypeAlias = Annotated[str, Field(pattern=r"^/[A-Za-z0-9/._~!$&'()*+,;=:@%?-]*$", max_length=500)]
@@ -89,18 +90,18 @@ class RuntimeOptions(BaseModel):
         default=512, description="Tokens that one request may use, prompt and answer together."
     )
     batch_size: Positive = Field(default=512, description="Tokens that are processed in one go.")
-    parallel: Positive = Field(
-        default=1, le=256, description="Requests served at the same time: the concurrency of the deployment."
+    parallel: int = Field(
+        default=1, ge=1, le=256, description="Requests served at the same time: the concurrency of the deployment."
     )
-    max_inputs: Positive = Field(
-        default=256, le=2048, description="Texts that one embeddings request may bring; each costs memory."
+    max_inputs: int = Field(
+        default=256, ge=1, le=2048, description="Texts that one embeddings request may bring; each costs memory."
     )
     max_images: int = Field(default=0, ge=0, le=64, description="Images that one chat request may bring.")
-    max_audio_bytes: Positive = Field(
-        default=25 * MIB, le=GIB, description="The longest recording that one transcription request may bring."
+    max_audio_bytes: int = Field(
+        default=25 * MIB, ge=1, le=GIB, description="The longest recording that one transcription request may bring."
     )
     dimensions: Positive | None = Field(default=None, description="Length of an embedding, checked at load when given.")
-    load_timeout_seconds: Positive = Field(default=120, le=86_400, description="From its first instruction to ready.")
+    load_timeout_seconds: int = Field(default=120, ge=1, le=86_400, description="From its first instruction to ready.")
     check_schema: Mapping[str, Any] | None = Field(
         default=None, description="A JSON schema that the answer of the functional check must satisfy."
     )

@@ -40,7 +40,11 @@ class VllmConfig(ServerOptions):
     sha256: Sha256Hex | None = Field(default=None, description="What the model's SHA-256 must be; any when absent.")
     command: CommandLine = Field(default=("vllm",), description="What is run, before `serve`.")
     gpu_memory_utilization_bp: int = Field(
-        default=9_200, ge=1, le=10_000, description="Of the card's total memory: what vLLM takes, in basis points."
+        # vLLM's own 9,200 leaves too little: what it takes, the margin and the reserve of the policy must fit the card.
+        default=8_000,
+        ge=1,
+        le=10_000,
+        description="Of the card's total memory: what vLLM takes, in basis points.",
     )
     kv_cache_bytes: PositiveBytes | None = Field(
         default=None, description="Size of its cache; when absent, what the other two leave of its share."

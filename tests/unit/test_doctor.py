@@ -477,6 +477,8 @@ class TestModels:
         shim.set([ShimCard(UUID)])
         runtime: dict[str, Any] = {"type": "vllm", "task": "chat", "model": str(tmp_path)}
         entry: dict[str, Any] = {"id": "v", "capability": "v@1", "kind": "gpu", "runtime": runtime}
+        assert only(self.check(made, tmp_path, entry, driver=driver_of(shim, made))).result is OK, "the default fits"
+        entry["runtime"] = {**runtime, "gpu_memory_utilization_bp": 9_200}
         finding = only(self.check(made, tmp_path, entry, driver=driver_of(shim, made)))
         assert finding.result is FAIL
         most = int(finding.mend.split("at most ")[1].split(";")[0])

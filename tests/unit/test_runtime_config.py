@@ -335,3 +335,12 @@ def test_want_of_memory_explains_an_end_at_any_time_and_other_words_a_load_alone
     assert fault_of(engine, Failure.MODEL_LOAD_FAILED, killed, port).detail == "port_in_use"
     crash = fault_of(engine, Failure.RUNTIME_CRASH, killed, port)
     assert (crash.failure, crash.detail, crash.evidence) == (Failure.RUNTIME_CRASH, killed, port)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("parallel", 257), ("max_inputs", 2049), ("load_timeout_seconds", 86_401), ("threads", 1025), ("parallel", 0)],
+)
+def test_every_bound_of_an_option_holds(key: str, value: int) -> None:
+    with pytest.raises(ValidationError, match=key):
+        LlamaCppConfig.model_validate({"type": "llama_cpp", "task": "chat", "model": "/m.gguf", key: value})

@@ -60,9 +60,19 @@ def decide(draft: Draft, request: RequestState) -> PlacementPlan:
         reason = outcome.reasons[0]
         record_refusal(draft, request, reason, outcome)
         if not fall_back(draft, request, reason=reason, detail=outcome.verdict.value):
-            failed = RequestFailed(question.request_id, draft.now, reason, None, outcome.verdict.value)
-            draft.on_request(question.request_id, failed)
+            draft.on_request(question.request_id, _refused(draft, request, reason, outcome.verdict))
     return outcome
+
+
+def _refused(draft: Draft, request: RequestState, reason: Reason, verdict: Verdict) -> RequestFailed:
+    """Refused; or failed, where the very failure that it was tried again for made its envelope suspect.
+
+    Whoever asked is told what went wrong then, and not that nobody ever measured the model.
+    """
+    request_id, failure = request.question.request_id, request.last_failure
+    if reason is Reason.NO_MEASURED_ENVELOPE and failure is not None:
+        return RequestFailed(request_id, draft.now, None, failure, f"tried_again_{reason.value}")
+    return RequestFailed(request_id, draft.now, reason, None, verdict.value)
 
 
 def refuse(draft: Draft, request: RequestState, reason: Reason, detail: str) -> None:

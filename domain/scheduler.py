@@ -36,6 +36,7 @@ from .events import (
     stream_name,
 )
 from .evictions import must_not_stop_yet, reclaim_deadline
+from .failures import Failure
 from .faults import note_success, try_again_or_fail
 from .grants import decide, refuse
 from .leases import active_on, cancel_request, expire_due, record_failure, release, renew
@@ -265,6 +266,9 @@ def _work_ended(draft: Draft, ended: WorkEnded) -> None:
         return  # it was put back meanwhile, and is tried again as it is
     state = None if request.accelerator_id is None else draft.world.accelerators[request.accelerator_id]
     record = None if state is None else state.leases.get(request.lease_id or "")
+    if record is not None and ended.failure is Failure.GPU_OOM:
+        _out_of_memory(draft, ended, record.resident_id)
+        return
     if record is not None:
         release(draft, record.lease.accelerator_id, record, _cause_of(ended), used=True)
     if ended.client_gone:
@@ -281,6 +285,14 @@ def _work_ended(draft: Draft, ended: WorkEnded) -> None:
         return
     draft.on_request(ended.request_id, _completed(draft, request, ended))
     note_success(draft, request.question.capability)
+
+
+def _out_of_memory(draft: Draft, ended: WorkEnded, resident_id: str) -> None:
+    """A runtime that answers so is in no state to go on: it is ended, so that its memory is seen to be back (8)."""
+    if not ended.unsent:
+        failed = RequestFailed(ended.request_id, draft.now, None, ended.failure, ended.detail)
+        draft.on_request(ended.request_id, failed)
+    resident_failed(draft, resident_id, Failure.GPU_OOM, ended.detail, "")
 
 
 def _cut_off(draft: Draft, cut: AnswerCutOff) -> None:

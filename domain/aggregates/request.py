@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import TypeAlias, assert_never
 
 from ..events import PlanDecided, RequestFellBack, RequestQueued, RequestReceived, RequestRetried
+from ..failures import Failure
 from ..reasons import Reason
 from ..state import PlanRequest, QueuedRequest, WaitingFor
 
@@ -26,7 +27,7 @@ class RequestState:
     """`replans`: how often a grant of it was taken back before work began. `plans`: how many plans it has had.
 
     `patience`: how long it may wait at a time. `retries`: how often it was lost to a failure and tried again;
-    `held_by`: a resident that has to be gone first.
+    `held_by`: a resident that has to be gone first; `last_failure`: what it was tried again for.
     """
 
     question: PlanRequest
@@ -45,6 +46,7 @@ class RequestState:
     content_mac: str | None = None
     retries: int = 0
     held_by: str | None = None
+    last_failure: Failure | None = None
 
     @property
     def last_reason(self) -> Reason:
@@ -94,7 +96,8 @@ def evolve(state: RequestState, event: RequestEvent) -> RequestState:
             return replace(state, phase=Phase.QUEUED, waiting_for=event.waiting_for, held_by=None)
         case RequestRetried():
             again = _wait_anew(_to_be_planned(state), event.retried_at)
-            return replace(again, retries=state.retries + 1, held_by=event.after_resident_id)
+            held_by, failure = event.after_resident_id, event.failure
+            return replace(again, retries=state.retries + 1, held_by=held_by, last_failure=failure)
         case RequestFellBack():
             question = replace(state.question, fallback_rank=event.fallback_rank)
             return replace(_wait_anew(_to_be_planned(state), event.fell_back_at), question=question)

@@ -287,7 +287,8 @@ def test_after_an_oom_the_envelope_is_suspect_and_nothing_loads_until_it_is_acce
     shell.run_for(60)
     (suspected,) = events_of(shell, EnvelopeSuspected)
     assert (suspected.cause, suspected.peak_bytes) == ("gpu_oom", 2 * GIB)
-    assert failed(outcome).reason is Reason.NO_MEASURED_ENVELOPE, "planned again once, and no further load"
+    assert failed(outcome).failure is Failure.GPU_OOM, "planned again once, and no further load"
+    assert failed(shell.ask("r0", "small@1")).reason is Reason.NO_MEASURED_ENVELOPE
     (retried,) = events_of(shell, RequestRetried)
     gone = next(e.at for e in shell.recorded if isinstance(e.data, ResidentEvicted))
     planned = [e.at for e in shell.recorded if isinstance(e.data, PlanDecided)]
@@ -300,6 +301,23 @@ def test_after_an_oom_the_envelope_is_suspect_and_nothing_loads_until_it_is_acce
     again = shell.ask("r2", "small@1")
     shell.run_for(30)
     assert completed(again)
+
+
+@pytest.mark.parametrize("unsent", [True, False])
+def test_a_runtime_that_answers_that_it_is_out_of_memory_is_ended_and_its_envelope_suspect(unsent: bool) -> None:
+    shell = started(replace(SMALL, concurrency=2))
+    shell.work_ms = lambda _: 50_000
+    told, beside = shell.ask("told", "small@1"), shell.ask("beside", "small@1")
+    shell.run_for(10)
+    detail = "answered_out_of_memory"
+    answer = WorkEnded("told", 500, 10, 0, None, None, Failure.GPU_OOM, detail, client_gone=False, unsent=unsent)
+    shell.feed(answer)
+    assert [e.cause for e in events_of(shell, EnvelopeSuspected)] == ["gpu_oom"]
+    shell.run_for(30)
+    assert not list(shell.world.residents())
+    assert not shell.world.requests
+    assert [failed(one).failure for one in (told, beside)] == [Failure.GPU_OOM] * 2
+    assert {e.request_id for e in events_of(shell, RequestRetried)} == ({"told", "beside"} if unsent else {"beside"})
 
 
 def test_an_envelope_that_was_measured_again_is_suspect_no_more() -> None:
@@ -350,7 +368,7 @@ def test_a_corrupt_model_is_not_loaded_again_until_a_start_finds_it_whole() -> N
     outcome = shell.ask("r1", "small@1")
     shell.run_for(30)
     assert len(events_of(shell, ArtifactCorrupt)) == 1
-    assert failed(outcome).reason is Reason.NO_MEASURED_ENVELOPE
+    assert failed(outcome).failure is Failure.ARTIFACT_CORRUPT
     assert len(events_of(shell, ResidentLoadStarted)) == 1
 
 

@@ -14,6 +14,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, Final
 
+import structlog
 from pydantic import TypeAdapter
 
 from gpuledger.adapters.http.operator_ports import (
@@ -60,6 +61,8 @@ from .policy_document import changes_of, revised
 from .shell import DecisionFailed, Engine
 from .status import Driver, Source, status_document
 
+_log = structlog.get_logger(__name__)
+
 #: Of questions that nobody asks: they are in no ledger.
 TRIAL_ID: Final = "dry-run"
 _FAILURES_SHOWN: Final = 5
@@ -96,7 +99,8 @@ class OperationsDesk:
     # ---- what is shown -------------------------------------------------------------------------------------------
 
     async def status(self) -> Document:
-        newest = await asyncio.to_thread(self._ledger.read_backward, frozenset({"FailureRecorded"}), _FAILURES_SHOWN)
+        """Also while the ledger cannot be read: then without the failures, which are not in the folded state."""
+        newest = await self._newest(frozenset({"FailureRecorded"}), _FAILURES_SHOWN) or ()
         shown = reduce(failures.evolve, reversed(newest), Failures()).newest(_FAILURES_SHOWN)
         return status_document(self._engine.world, self._engine.now(), self._source(), shown)
 
@@ -116,8 +120,10 @@ class OperationsDesk:
         policy = self._engine.world.policy
         return {"schema": "gpuledger.policy/1", "revision": policy.revision, "policy": policy_document(policy)}
 
-    async def plans(self, limit: int) -> Document:
-        newest = await asyncio.to_thread(self._ledger.read_backward, frozenset({"PlanDecided"}), limit)
+    async def plans(self, limit: int) -> Answer:
+        newest = await self._newest(frozenset({"PlanDecided"}), limit)
+        if newest is None:
+            return Shut(Cause.LEDGER_UNAVAILABLE)
         history = reduce(plan_history.evolve, reversed(newest), PlanHistory(limit=limit))
         return {
             "schema": "gpuledger.plans/1",
@@ -130,8 +136,10 @@ class OperationsDesk:
             ],
         }
 
-    async def operations(self, limit: int) -> Document:
-        events = await asyncio.to_thread(self._ledger.read_backward, _OF_OPERATORS, _LOOKED_AT)
+    async def operations(self, limit: int) -> Answer:
+        events = await self._newest(_OF_OPERATORS, _LOOKED_AT)
+        if events is None:
+            return Shut(Cause.LEDGER_UNAVAILABLE)
         done = [event for event in events if _is_of_an_operator(event)]
         return {
             "schema": "gpuledger.operations/1",
@@ -162,6 +170,14 @@ class OperationsDesk:
             "explanation": explanation_of(decided),
             "plan": decided.document(),
         }
+
+    async def _newest(self, types: frozenset[str], limit: int) -> tuple[Recorded, ...] | None:
+        """Of the ledger, newest first; None where it cannot be read, which the log says why."""
+        try:
+            return await asyncio.to_thread(self._ledger.read_backward, types, limit)
+        except (LedgerUnavailable, LedgerCorrupt) as error:
+            _log.warning("the ledger could not be read for an operator", error=str(error))
+            return None
 
     # ---- what is done --------------------------------------------------------------------------------------------
 

@@ -101,11 +101,11 @@ class OperatorDesk(Protocol):
         """The policy as a whole."""
         ...
 
-    async def plans(self, limit: int) -> Document:
+    async def plans(self, limit: int) -> Answer:
         """The newest decisions, newest first."""
         ...
 
-    async def operations(self, limit: int) -> Document:
+    async def operations(self, limit: int) -> Answer:
         """What operators did last, newest first."""
         ...
 

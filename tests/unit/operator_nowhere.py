@@ -21,10 +21,10 @@ class Nowhere:
     def policy(self) -> Document:
         return {}
 
-    async def plans(self, limit: int) -> Document:
+    async def plans(self, limit: int) -> Answer:
         return {}
 
-    async def operations(self, limit: int) -> Document:
+    async def operations(self, limit: int) -> Answer:
         return {}
 
     def try_plan(self, trial: Trial) -> Answer:

@@ -29,6 +29,7 @@ from gpuledger.domain.events import (
     ResidencyPolicyChanged,
 )
 from gpuledger.domain.policy import Policy
+from gpuledger.domain.ports import LedgerUnavailable
 from gpuledger.domain.state import Health, Residency, ResidencyPolicy
 from tests.unit.operators import CLIENT_TOKEN, Control, control, token_of
 from tests.unit.shells import HOST, MODEL_BYTES, embedding
@@ -418,6 +419,16 @@ class TestShut:
             door.shell.ledger.broken = None
             await door.shell.until(lambda: door.shell.running.engine.trouble is None)
             assert recorded(await door.post("/lab/pause")) == ["LabPaused"]
+
+    async def test_while_the_ledger_cannot_be_read(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def broken(types: frozenset[str], limit: int) -> None:
+            raise LedgerUnavailable("reading or writing failed")
+
+        async with control() as door:
+            monkeypatch.setattr(door.shell.ledger, "read_backward", broken)
+            for path in ("/plans", "/operations"):
+                assert error_of(await door.get(path), 503)["code"] == "ledger_unavailable"
+            assert (await door.get("/status")).json()["failures"] == []
 
 
 class TestBodies:

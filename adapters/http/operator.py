@@ -85,8 +85,12 @@ async def _status(desk: OperatorDesk, _: Call) -> Answer:
     return await desk.status()
 
 
+async def _alerts(desk: OperatorDesk, _: Call) -> Answer:
+    return await desk.alerts()
+
+
 async def _queue(desk: OperatorDesk, _: Call) -> Answer:
-    return desk.queue()
+    return await desk.queue()
 
 
 async def _nodes(desk: OperatorDesk, _: Call) -> Answer:
@@ -168,6 +172,7 @@ async def _clear(desk: OperatorDesk, call: Call) -> Answer:
 
 ROUTES: Final = (
     Route("GET", "/status", Scope.READ, _status),
+    Route("GET", "/alerts", Scope.READ, _alerts),
     Route("GET", "/queue", Scope.READ, _queue),
     Route("GET", "/nodes", Scope.READ, _nodes),
     Route("GET", "/policy", Scope.READ, _policy),

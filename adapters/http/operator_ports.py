@@ -89,7 +89,11 @@ class OperatorDesk(Protocol):
         """`gpuledger.status/1` as it is now."""
         ...
 
-    def queue(self) -> Document:
+    async def alerts(self) -> Document:
+        """What needs a look, and what to do about it."""
+        ...
+
+    async def queue(self) -> Document:
         """Who waits, in claim order."""
         ...
 

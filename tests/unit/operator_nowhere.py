@@ -12,7 +12,10 @@ class Nowhere:
     async def status(self) -> Document:
         return {}
 
-    def queue(self) -> Document:
+    async def alerts(self) -> Document:
+        return {}
+
+    async def queue(self) -> Document:
         return {}
 
     def nodes(self) -> Document:

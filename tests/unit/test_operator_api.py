@@ -93,7 +93,7 @@ class TestWho:
     @pytest.mark.parametrize("scope", Scope)
     async def test_everyone_sees(self, scope: Scope) -> None:
         async with control() as door:
-            for path in ("/status", "/queue", "/nodes", "/policy", "/plans", "/operations"):
+            for path in ("/status", "/alerts", "/queue", "/nodes", "/policy", "/plans", "/operations"):
                 answer = await door.get(path, token_of(scope))
                 assert answer.status_code == 200, answer.text
                 assert answer.json()["schema"].startswith("gpuledger.")
@@ -153,6 +153,13 @@ class TestShown:
             (plan,) = shown["plans"]
             assert (plan["verdict"], plan["start"], plan["capability"]) == ("ADMIT", "warm", "emb@1")
             assert [one["start"] for one in (await door.get("/plans")).json()["plans"]] == ["warm", "cold"]
+
+    async def test_what_needs_a_look(self) -> None:
+        async with control() as door:
+            await door.post("/nodes/local/cordon")
+            (alert,) = (await door.get("/alerts")).json()["alerts"]
+            assert (alert["kind"], alert["subjects"]["node_id"]) == ("NODE_CORDONED", "local")
+            assert (await door.get("/status")).json()["alerts"] == [alert]
 
     async def test_the_policy_is_shown_whole(self) -> None:
         async with control() as door:

@@ -6,35 +6,25 @@ A plan, a request and a lease all lead to the request that they belong to.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
 from gpuledger.domain.aggregates.request import receive
 from gpuledger.domain.events import (
     Event,
-    EvictionStarted,
-    FailureRecorded,
     LeaseExpired,
     LeaseGranted,
     LeasePreempted,
     LeaseReleased,
     LeaseRenewed,
-    LeaseRoomConfirmed,
-    MemoryNotReclaimed,
     PlanDecided,
     Recorded,
     RequestCancelled,
     RequestCompleted,
     RequestFailed,
-    RequestQueued,
+    RequestFellBack,
     RequestReceived,
-    ResidencyMaterialized,
-    ResidentDrainStarted,
-    ResidentEvicted,
-    ResidentFailed,
-    ResidentLoadStarted,
-    ResidentProcessStarted,
-    ResidentReady,
+    RequestRetried,
     StreamKind,
     stream_name,
 )
@@ -44,8 +34,9 @@ from gpuledger.domain.units import MICROS_PER_MS, format_instant
 from gpuledger.domain.world import World
 
 from .ledger_target import Target, TargetError
-from .replay import PAGE_EVENTS, Outcome, fold_to, judge, redecide, unreplayable
+from .replay import Outcome, fold_to, judge, redecide, unreplayable
 from .snapshots import read_snapshot
+from .story_trail import events_of
 from .story_words import told
 
 SCHEMA: Final = "gpuledger.explain/1"
@@ -54,8 +45,6 @@ _TOLD: Final = 8
 
 Document: TypeAlias = dict[str, Any]
 SubjectKind: TypeAlias = Literal["request", "plan", "lease"]
-
-_ENDS: Final = (RequestCompleted, RequestFailed, RequestCancelled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,95 +117,6 @@ def _subject_of(data: Event) -> Subject | None:
             return None
 
 
-# ---- what concerns it -------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Trail:
-    """Which leases and residents a request has had to do with so far, and whose evictions it waited for."""
-
-    request_id: str
-    leases: set[str] = field(default_factory=set[str])
-    residents: set[str] = field(default_factory=set[str])
-    #: An eviction is recorded before the grant that it is for, in the same batch.
-    before_grant: list[Recorded] = field(default_factory=list[Recorded])
-
-    def follow(self, event: Recorded) -> Sequence[Recorded]:
-        """The events that concern the request, now that this one is known."""
-        data = event.data
-        if isinstance(data, EvictionStarted | ResidentEvicted | LeasePreempted) and not self._concerns(data):
-            self.before_grant.append(event)
-            return ()
-        if isinstance(data, LeaseGranted):
-            return self._granted(event, data)
-        return (event,) if self._concerns(data) else ()
-
-    def _granted(self, event: Recorded, granted: LeaseGranted) -> Sequence[Recorded]:
-        before, self.before_grant = self.before_grant, []
-        if granted.request_id != self.request_id:
-            return ()
-        self.leases.add(granted.lease_id)
-        self.residents.add(granted.resident_id)
-        evictions = {
-            one.data.resident_id
-            for one in before
-            if isinstance(one.data, EvictionStarted) and one.data.by_lease_id == granted.lease_id
-        }
-        self.residents |= evictions
-        return (*(one for one in before if self._concerns(one.data)), event)
-
-    def _concerns(self, data: Event) -> bool:
-        match data:
-            case (
-                RequestReceived()
-                | PlanDecided()
-                | RequestQueued()
-                | RequestCompleted()
-                | RequestFailed()
-                | RequestCancelled()
-            ):
-                return data.request_id == self.request_id
-            case LeasePreempted(lease_id=lease_id, by_request_id=by_request_id):
-                return lease_id in self.leases or by_request_id == self.request_id
-            case LeaseRenewed() | LeaseReleased() | LeaseExpired() | LeaseRoomConfirmed():
-                return data.lease_id in self.leases
-            case FailureRecorded(request_id=request_id, resident_id=resident_id):
-                return request_id == self.request_id or resident_id in self.residents
-            case (
-                ResidentLoadStarted()
-                | ResidentProcessStarted()
-                | ResidencyMaterialized()
-                | ResidentReady()
-                | ResidentDrainStarted()
-                | ResidentFailed()
-                | EvictionStarted()
-                | ResidentEvicted()
-                | MemoryNotReclaimed()
-            ):
-                return data.resident_id in self.residents
-            case _:
-                return False
-
-
-def events_of(reader: LedgerReader, request_id: str) -> tuple[Recorded, ...]:
-    """Every event that concerns a request, from its arrival to its end, in order. Raises TargetError."""
-    own = reader.read_stream(stream_name(StreamKind.REQUEST, request_id))
-    if not own:
-        raise TargetError(f"the request {request_id} is not in this ledger")
-    ended = next((event.seq for event in own if isinstance(event.data, _ENDS)), None)
-    last = reader.head() if ended is None else ended
-    trail, found = _Trail(request_id), list[Recorded]()
-    after = own[0].seq - 1
-    while after < last:
-        page = reader.read(after, min(PAGE_EVENTS, last - after))
-        if not page:
-            break
-        for event in page:
-            found.extend(trail.follow(event))
-        after = page[-1].seq
-    return tuple(found)
-
-
 # ---- the document -----------------------------------------------------------------------------------------------
 
 
@@ -237,6 +137,7 @@ def story_document(target: Target, text: str, *, recorded_only: bool = False) ->
         "subject": {"kind": subject.kind, "id": subject.id},
         "request": _request(received.data),
         "outcome": _outcome(events),
+        "passage": _passage(events),
         "plans": [_plan(target, event, events, recorded_only=recorded_only) for event in plans],
         "leases": _leases(events),
         "timeline": [
@@ -295,6 +196,22 @@ def _outcome(events: Sequence[Recorded]) -> Document:
             case _:
                 continue
     return {"state": "open", "at": None}
+
+
+def _passage(events: Sequence[Recorded]) -> Document:
+    """What happened to it on its way: tried again, put back, planned for the next rank of its contract."""
+    data = [event.data for event in events]
+    fallback = next((one for one in data if isinstance(one, RequestFellBack)), None)
+    return {
+        "attempts": 1 + sum(isinstance(one, RequestRetried) for one in data),
+        "fallback": None
+        if fallback is None
+        else {
+            "rank": fallback.fallback_rank,
+            "reason": None if fallback.reason is None else fallback.reason.value,
+            "failure": None if fallback.failure is None else fallback.failure.value,
+        },
+    }
 
 
 def _leases(events: Sequence[Recorded]) -> list[Document]:

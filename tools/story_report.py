@@ -49,7 +49,16 @@ def _headline(story: Document, now: int) -> Text:
     asked = f"\nasked {ago(request['requested_at'], format_instant(now))}, at {request['requested_at']}"
     if request["deadline"] is not None:
         asked += f", deadline {request['deadline']}"
-    return line.append(f"{asked}\n{_ended(outcome)}", "")
+    return line.append(f"{asked}\n{_ended(outcome)}{_passed(story['passage'])}", "")
+
+
+def _passed(passage: Document) -> str:
+    """What happened on its way, for the headline; empty where it went straight."""
+    told = f", attempt {passage['attempts']}" if passage["attempts"] > 1 else ""
+    fallback = passage["fallback"]
+    if fallback is None:
+        return told
+    return f"{told}, by the fallback (rank {fallback['rank']}) after {fallback['failure'] or fallback['reason']}"
 
 
 def _ended(outcome: Document) -> str:

@@ -163,7 +163,7 @@ class GpuStandIn:
             self.update()
 
     def withhold(self, place: str, withheld: bool = True) -> None:
-        """Whether the driver lists processes there without their bytes, as under WDDM: attribution is then ESTIMATED."""
+        """Whether the driver lists processes there without their bytes, as under WDDM: what is ours is ESTIMATED."""
         with self._lock:
             self._withheld = self._withheld | {place} if withheld else self._withheld - {place}
             self.update()

@@ -10,7 +10,7 @@ from gpuledger.domain.events import FailureRecorded
 from gpuledger.domain.failures import Failure
 from gpuledger.domain.units import GIB, MIB
 from tests.integration.gpu_stand_in import LOST, gpu_configuration, gpu_stand_in
-from tests.integration.serving import Serving, embedding
+from tests.integration.serving import Serving, chat, embedding
 from tests.shim import ShimCard
 
 A = "GPU-0a6ffa9b-1d3a-4b0e-9d55-00000000000a"
@@ -18,6 +18,7 @@ B = "GPU-0b6ffa9b-1d3a-4b0e-9d55-00000000000b"
 CONTEXT_BYTES = 200 * MIB
 #: A model that holds a GiB, and two while it works, on cards that show 16 times what is really held.
 SCALE = 16
+ASLEEP_BYTES = SCALE * 24 * MIB
 SIZES = {"idle_bytes": "64MiB", "peak_bytes": "128MiB", "service_ms": 50, "max_inputs": 8}
 
 
@@ -107,6 +108,36 @@ def test_memory_that_does_not_come_back_is_a_failure_and_external(tmp_path: Path
         server.until(lambda: external_bytes(server, A) == 0)
         assert server.stop() == 0, server.log()
     assert gpus.used_bytes(A) == 0
+
+
+def test_a_model_sleeps_to_make_room_and_wakes_when_it_is_wanted(tmp_path: Path) -> None:
+    """On a card that holds one of them at work beside the other asleep."""
+    runtime = {**SIZES, "load_ms": 1_000, "sleep": {"asleep_bytes": "24MiB"}}
+    declared = {"asleep_bytes": ASLEEP_BYTES, "sleep_ms": 0, "wake_ms": 0}
+    one = on_gpu(sleep=declared, runtime=runtime)
+    other = chat(kind="gpu", sleep=declared, runtime=runtime)
+    with (
+        gpu_stand_in(tmp_path, [ShimCard(A, total_bytes=11 * GIB // 4)], scale=SCALE) as gpus,
+        gpus.serving(tmp_path / "server", gpu_configuration([one, other])) as server,
+    ):
+        assert server.embed().status_code == 200
+        server.until(lambda: list(residents(server)) == [(A, GIB)])
+        for _ in range(2):
+            assert talk(server) == 200
+            server.until(lambda: sorted(residents(server)) == [(A, ASLEEP_BYTES), (A, GIB)])
+            assert server.embed().status_code == 200
+            server.until(lambda: sorted(residents(server)) == [(A, ASLEEP_BYTES), (A, GIB)])
+        assert server.event_names().count("ResidentSlept") == 4
+        assert server.event_names().count("ResidentProcessStarted") == 2, "nobody was unloaded"
+        assert gpus.most_bytes(A) <= 11 * GIB // 4
+        assert server.stop() == 0, server.log()
+    assert gpus.used_bytes(A) == 0
+
+
+def talk(server: Serving) -> int:
+    question = {"model": "chat@1", "messages": [{"role": "user", "content": "hello"}]}
+    with server.http() as http:
+        return http.post("/v1/chat/completions", json=question).status_code
 
 
 def failures(server: Serving) -> list[Failure]:

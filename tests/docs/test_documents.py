@@ -35,6 +35,7 @@ from gpuledger.tools.cli import app
 from gpuledger.tools.config import config_of
 from gpuledger.tools.reading import parse_yaml
 from gpuledger.tools.replay import Outcome
+from gpuledger.tools.server_options import TOKEN_VARIABLE
 from tests.docs.documents import ROOT, Block, blocks_of, name_of, pages, prose_of
 
 PAGES: Final = pages()
@@ -222,7 +223,7 @@ _XIDS: Final = frozenset(cause_of(xid) for xid in FATAL_XIDS)
 #: Names of our own files.
 _FILES: Final = frozenset({"RUNBOOK_GPU_PRESSURE", "ADVANCED_GPU_SCHEDULER"})
 #: Variables of the environment: those that runtimes get, and one of a server that is an example.
-_VARIABLES: Final = frozenset({*INHERITED, *VLLM_SETTINGS, "CUDA_VISIBLE_DEVICES", "API_KEY"})
+_VARIABLES: Final = frozenset({*INHERITED, *VLLM_SETTINGS, "CUDA_VISIBLE_DEVICES", "API_KEY", TOKEN_VARIABLE})
 
 
 @each_page

@@ -287,7 +287,9 @@ A token and its hash are made by
 ```sh
 python3 -c 'import secrets; print(secrets.token_urlsafe(32))' > app.token && chmod 600 app.token
 tr -d '\\n' < app.token | sha256sum
-```"""
+```
+
+or, where the file need not have the hash, by `gpuledger tokens create client NAME` ([operating](operating.md))."""
 
 _RULES: Final = """\
 ## Rules between keys

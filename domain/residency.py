@@ -43,9 +43,26 @@ def _unload_cause(draft: Draft, state: AcceleratorState, record: ResidentRecord)
     if drains is not None:
         return drains
     until = kept_until(draft, record)
-    if until is None or draft.now < until:
+    if until is None or draft.now < until or draft.now <= _shown_by(draft.world.policy, state, record):
         return None
     return EvictionCause.ON_DEMAND if until <= resident.last_used_at else EvictionCause.TTL
+
+
+def wants_to_be_seen(state: AcceleratorState, record: ResidentRecord) -> int | None:
+    """The instant after which a sample is wanted before it may leave: the device has not shown its last use, or None.
+
+    What an eviction waits for is what the device attributed before: nothing, of a model that no sample has seen.
+    """
+    if state.retired or state.missed is not None or record.resident.state is not ResidentState.READY:
+        return None
+    unseen = state.sample is None or state.sample.observed_at <= record.resident.last_used_at
+    return record.resident.last_used_at if unseen else None
+
+
+def _shown_by(policy: Policy, state: AcceleratorState, record: ResidentRecord) -> int:
+    """Until when it is waited for: a device that shows nothing keeps nobody."""
+    used_at = wants_to_be_seen(state, record)
+    return -1 if used_at is None else used_at + seconds(policy.telemetry_max_age_seconds)
 
 
 def kept_until(draft: Draft, record: ResidentRecord) -> int | None:

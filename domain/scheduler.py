@@ -12,6 +12,7 @@ out what `agenda` says is wanted. Three rules make that safe:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final, assert_never
 
 from .accounting import is_fresh
@@ -82,7 +83,7 @@ from .ports import Batch
 from .queue import Planned, is_due, is_held, is_profiling, next_change, waiting, wants_sample
 from .reasons import Reason
 from .reclaim import finish_evictions, process_ended
-from .residency import drain, drain_deadline, kept_until, let_go
+from .residency import drain, drain_deadline, kept_until, let_go, wants_to_be_seen
 from .room import room_given_up_at, use_fresh_sample, wants_fresh_sample
 from .sampling import SampleTaken, record_sample
 from .state import Kind, ResidencyPolicy, ResidentState
@@ -94,6 +95,8 @@ SCHEDULER_CLIENT: Final = "gpuledger"
 #: Between the two samples that must agree that memory is back: long enough to be two readings, short enough that an
 #: eviction is not held up by its proof (memory comes back in tens to hundreds of milliseconds, runtimes.md).
 AGREEING_SAMPLES_APART_MS: Final = 100
+#: States in which a resident is kept for as long as its residency policy says.
+_KEPT: Final = (ResidentState.READY, ResidentState.SLEEPING)
 
 
 class Scheduler:
@@ -525,7 +528,17 @@ def _sample_after(world: World) -> int | None:
             wanted.append(fresh_after)
         if observed_at is not None and any(_half_confirmed(record) for record in state.residents.values()):
             wanted.append(observed_at + milliseconds(AGREEING_SAMPLES_APART_MS))
+        wanted.extend(_to_be_seen(world, state))
     return max((instant for instant in wanted if instant is not None), default=None)
+
+
+def _to_be_seen(world: World, state: AcceleratorState) -> Iterator[int | None]:
+    """What leaves as soon as its use is over is to be seen before."""
+    for record in state.residents.values():
+        deployment = world.deployments.get(record.resident.deployment_id)
+        leaves = deployment is None or deployment.spec.residency.policy is ResidencyPolicy.LOAD_ON_DEMAND
+        if leaves and record.eviction is None and not state.leases_on(record.resident.resident_id):
+            yield wants_to_be_seen(state, record)
 
 
 def _half_confirmed(record: ResidentRecord) -> bool:
@@ -541,8 +554,10 @@ def _wake_at(world: World, now: int) -> int | None:
             instants.append(reclaim_deadline(world.policy, record.eviction.started_at))
         elif record.resident.state is ResidentState.DRAINING and record.drain_started_at is not None:
             instants.append(drain_deadline(world.policy, record.drain_started_at))
-        elif record.resident.state is ResidentState.READY and not active_on(state, record.resident.resident_id, now):
+        elif record.resident.state in _KEPT and not active_on(state, record.resident.resident_id, now):
             instants.append(kept_until(Draft(world, now), record))
+            seen = wants_to_be_seen(state, record)
+            instants.append(None if seen is None else seen + seconds(world.policy.telemetry_max_age_seconds) + 1)
     instants.extend(room_given_up_at(world.policy, state) for state in world.accelerators.values())
     for request in waiting(world):
         instants.append(request.queue_until if request.question.deadline is None else None)

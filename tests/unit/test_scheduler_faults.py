@@ -372,6 +372,17 @@ def test_a_corrupt_model_is_not_loaded_again_until_a_start_finds_it_whole() -> N
     assert len(events_of(shell, ResidentLoadStarted)) == 1
 
 
+def test_memory_that_an_unseen_use_leaves_is_noticed() -> None:
+    fleeting = replace(SMALL, residency=Residency(ResidencyPolicy.LOAD_ON_DEMAND, 0), unload_ms=10_000_000, load_ms=10)
+    shell = started(fleeting)
+    shell.work_ms = lambda _: 1
+    shell.ask("r1", "small@1")
+    shell.run_for(120)
+    (started_at,) = events_of(shell, EvictionStarted)
+    assert started_at.attributed_bytes == 1 * GIB, "it was seen before it was told to leave"
+    assert Failure.GPU_MEMORY_NOT_RECLAIMED in {e.failure for e in events_of(shell, FailureRecorded)}
+
+
 # ---- thrashing --------------------------------------------------------------------------------------------------
 
 

@@ -52,7 +52,7 @@ class _Job:
 
 
 class Effects:
-    """A listener of the engine. `memory_freed` is called when a process has ended or sleeps: a sample is worth taking."""
+    """A listener of the engine. `memory_freed` is called when a process ended or sleeps: a sample is worth taking."""
 
     def __init__(self, engine: Engine, runtimes: Runtimes, memory_freed: Callable[[], None]) -> None:
         self._engine = engine

@@ -11,7 +11,8 @@ from gpuledger.domain.explain import size
 from gpuledger.domain.state import Kind
 
 from .config import DEFAULT_LISTEN
-from .init_found import Found, PassedOver, Proposal, proposals
+from .gguf_models import PassedOver
+from .init_found import Found, Proposal, proposals
 
 #: The client that the file declares; its token is shown once.
 CLIENT: Final = "app"

@@ -127,7 +127,7 @@ def _apply_declared(draft: Draft, configuration: Configuration) -> None:
     """Only what changed in the file since it was applied last; what an operator changed meanwhile stands otherwise."""
     node_id, items = configuration.node_id, configuration.items()
     node = draft.world.nodes.get(node_id)
-    applied = {} if node is None else node.applied
+    applied: Mapping[str, str] = {} if node is None else node.applied
     changed = frozenset(name for name, digest in items.items() if applied.get(name) != digest)
     _apply_policy(draft, configuration, changed)
     _apply_node(draft, configuration, changed)

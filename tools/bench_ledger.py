@@ -28,9 +28,11 @@ from gpuledger.domain.messages import (
     RuntimeReady,
     RuntimeSpawned,
     RuntimeStopped,
+    SleepRuntime,
     SpawnRuntime,
     Started,
     StopRuntime,
+    WakeRuntime,
     WorkEnded,
 )
 from gpuledger.domain.policy import Policy, Priority
@@ -271,6 +273,8 @@ class VirtualNode:
                 self._processes[effect.resident_id].working += 1
                 work_ms = self._models[effect.deployment_id].work_ms
                 self._after_ms(work_ms, lambda: self._worked(effect, work_ms))
+            case SleepRuntime() | WakeRuntime():
+                raise AssertionError("no model of this day can sleep")
 
     def _spawned(self, effect: SpawnRuntime) -> None:
         self._processes[effect.resident_id] = _Process(self._models[effect.deployment_id])
@@ -288,7 +292,8 @@ class VirtualNode:
     def _worked(self, effect: Forward, work_ms: int) -> None:
         if (process := self._processes.get(effect.resident_id)) is not None:
             process.working -= 1
-        self.feed(WorkEnded(effect.request_id, 200, work_ms, 8_000, 90, None, None, "", client_gone=False))
+        ended = WorkEnded(effect.request_id, 200, work_ms, 8_000, 90, None, None, "", client_gone=False)
+        self.feed(replace(ended, lease_id=effect.lease_id))
 
     # ---- what is declared, and what is read ------------------------------------------------------------------------
 

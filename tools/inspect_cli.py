@@ -224,6 +224,8 @@ def _plans_report(document: Document) -> RenderableType:
     table = table_of("Plans, newest first", "#event", "when", "plan", "capability", "class", "verdict", "where", "why")
     for plan in document["plans"]:
         where = "-" if plan["accelerator_id"] is None else f"{plan['deployment_id']} on {plan['accelerator_id']}"
+        if plan["fallback_rank"]:
+            where += f", rank {plan['fallback_rank']}"
         table.add_row(
             str(plan["seq"]),
             ago(plan["decided_at"], document["now"]),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from gpuledger.domain.events import EVENT_TYPES
 from gpuledger.domain.failures import Failure
@@ -25,11 +26,13 @@ from gpuledger.domain.messages import (
 from gpuledger.domain.policy import Policy, Priority
 from gpuledger.domain.state import Residency, ResidencyPolicy, Sleep
 from gpuledger.domain.units import GIB
+from gpuledger.tools.cli import app
 from gpuledger.tools.ledger_target import Target
 from gpuledger.tools.story import story_document
 from gpuledger.tools.story_report import story_report
 from gpuledger.tools.story_words import told
 from tests.golden.examples import Full, Least, example
+from tests.simulation.ledgers import exported
 from tests.simulation.virtual_shell import NODE, VirtualShell
 from tests.unit.test_scheduler import LARGE, SMALL, completed, other, started
 
@@ -95,6 +98,15 @@ class TestOnItsWay:
         assert any(", rank 1: ADMIT" in line for line in lines_of(shell, "r1", "PlanDecided"))
         assert [plan["replay"]["result"] for plan in story["plans"] if plan["replay"]] == ["MATCH"] * 3
         assert "attempt 2, by the fallback (rank 1) after MODEL_LOAD_FAILED" in headline_of(shell, "r1")
+
+    def test_the_rank_of_a_plan_is_shown_in_the_list(self, tmp_path: Path) -> None:
+        shell = started(LARGE, BACKUP)
+        shell.fail_loads.add("large")
+        shell.ask("r1", "large@1")
+        shell.run_for(60)
+        result = CliRunner().invoke(app, ["plans", str(exported(shell.ledger, tmp_path / "export"))])
+        assert "backup on GPU-0, rank 1" in result.stdout
+        assert "large on GPU-0, rank" not in result.stdout
 
     def test_one_that_went_straight_says_nothing_of_it(self) -> None:
         shell = started(SMALL)

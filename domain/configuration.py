@@ -89,11 +89,14 @@ def _hash(value: object) -> str:
 
 
 def end_earlier_run(draft: Draft, node_id: str) -> None:
-    """Whatever an earlier run left of work on this node is over: its requests have nobody, its processes are ended."""
+    """Whatever an earlier run left of work on this node is over: its requests have nobody, its processes are ended.
+
+    Evictions begin anew: the time between the runs is no evidence that a process does not end.
+    """
     for request_id in sorted(draft.world.requests):
         cancel_request(draft, request_id, "scheduler_restarted")
     for state, record in tuple(draft.world.residents()):
-        if state.node_id == node_id and (record.eviction is None or record.eviction.sleeps):
+        if state.node_id == node_id:
             begin_eviction(
                 draft,
                 state.accelerator.accelerator_id,

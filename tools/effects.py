@@ -137,8 +137,6 @@ class Effects:
             await self._fail(resident_id, fault)
             return
         await self._say(RuntimeSpawned(resident_id, process))
-        if self._engine.world.find_resident(resident_id) is None:
-            await self._runtimes.stop(resident_id, 0)  # it was given up meanwhile, and never began
 
     async def _begin_serving(self, resident_id: str, begin: Callable[[str], Awaitable[None]]) -> None:
         """Load it, or wake it."""
@@ -208,7 +206,7 @@ class Effects:
     # ---- crashes -------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """One watch for each resident of ours that has a process, as long as it is there."""
+        """One watch for each resident of ours that has a process, as long as it is there; and no process beyond that."""
         present: set[str] = set()
         for _, record in self._engine.world.residents():
             resident_id = record.resident.resident_id
@@ -219,6 +217,9 @@ class Effects:
                 self._watches[resident_id] = asyncio.create_task(self._await_exit(resident_id), name=name)
         for resident_id in self._watches.keys() - present:
             self._watches.pop(resident_id).cancel()
+        # Given up while it was being started, or while we slept: nothing in the state wants its end, so we do.
+        for resident_id in sorted(self._ours - present - self._stopped - self._jobs.keys()):
+            self._start(StopRuntime(resident_id, None, 0))
         self._stopped &= present
         self._asleep &= present
         self._ours &= present | self._jobs.keys()

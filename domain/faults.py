@@ -101,6 +101,8 @@ def record_refusal(draft: Draft, request: RequestState, reason: Reason, outcome:
     if failure is None:
         return
     best = None if outcome is None else outcome.best
+    # A race that is lost is planned again; every other refusal is the first word and the last (semantics.md 7).
+    attempts = 1 + draft.world.policy.max_replans if reason is Reason.LEASE_CONFLICT else 1
     record(
         draft,
         request.question.capability,
@@ -109,6 +111,8 @@ def record_refusal(draft: Draft, request: RequestState, reason: Reason, outcome:
         deployment_id=None if best is None else best.deployment_id,
         accelerator_id=None if best is None else best.accelerator_id,
         request_id=request.question.request_id,
+        attempt=attempts,
+        limit=attempts,
         evidence_sha256=EMPTY_SHA256 if outcome is None else outcome.fingerprint,
     )
 

@@ -31,6 +31,7 @@ from gpuledger.domain.messages import (
     EnvelopeTaken,
     ProfilingBegins,
     ProfilingOver,
+    RequestArrived,
     UnloadIdle,
     WorkEnded,
 )
@@ -269,6 +270,18 @@ def test_refusals_that_are_failures_are_recorded_with_the_plan_as_evidence() -> 
     (decided,) = events_of(shell, PlanDecided)
     assert recorded.failure is Failure.INSUFFICIENT_SCHEDULABLE_VRAM
     assert recorded.evidence_sha256 == decided.fingerprint
+    assert (recorded.attempt, recorded.limit) == (1, 1)
+
+
+def test_a_lost_race_is_recorded_with_how_often_it_was_planned() -> None:
+    shell = started(SMALL)
+    shell.ask("r1", "small@1")
+    arrived = RequestArrived("r2", "client", "small@1", Priority.INTERACTIVE, False, shell.now, None, "embeddings", 100)
+    batch = shell.scheduler.handle(shell.world, arrived, shell.now, attempt=shell.world.policy.max_replans + 1)
+    assert batch is not None
+    (recorded,) = (event.data for event in batch.events if isinstance(event.data, FailureRecorded))
+    assert (recorded.failure, recorded.request_id) == (Failure.LEASE_CONFLICT, "r2")
+    assert (recorded.attempt, recorded.limit) == (6, 6)
 
 
 # ---- doubt ------------------------------------------------------------------------------------------------------

@@ -206,7 +206,7 @@ class Effects:
     # ---- crashes -------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """One watch for each resident of ours that has a process, as long as it is there; and no process beyond that."""
+        """One watch for each resident of ours that has a process, as long as it is there; no process beyond that."""
         present: set[str] = set()
         for _, record in self._engine.world.residents():
             resident_id = record.resident.resident_id

@@ -1,6 +1,7 @@
 # make serve   install what is needed, prepare the example once, start the scheduler
 # make test    install what is needed, run the whole suite        (ARGS="-k ledger" chooses)
 # make lint    style, types, imports and dependencies
+# make chaos   real models, kills and memory pressure for MINUTES=20, drawn from SEED=n (docs/soak.md)
 # make dist    sdist and wheel, and the wheel tried in an empty environment
 #
 # Needs a Python >= 3.11 with venv and pip (PYTHON=... names one). Paths are relative and tools run as `python -m`:
@@ -13,11 +14,13 @@ MAKEFLAGS += --no-print-directory
 PY := .venv/bin/python
 STATE := var
 ARGS :=
+MINUTES := 20
+SEED :=
 
-.PHONY: help serve test lint dist clean
+.PHONY: help serve test lint chaos dist clean
 
 help:
-	@sed -n '1,4s/^# //p' Makefile
+	@sed -n '1,5s/^# //p' Makefile
 
 serve:
 	@sh .ci/venv base
@@ -37,6 +40,10 @@ lint:
 	$(PY) -m pyright
 	$(PY) .venv/bin/lint-imports
 	$(PY) -m deptry .
+
+chaos:
+	@sh .ci/venv base test
+	@exec $(PY) -m tests.chaos --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 dist:
 	@sh .ci/venv base test lint

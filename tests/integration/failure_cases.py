@@ -38,6 +38,12 @@ class Case:
     provoke: Provoke
 
 
+def code_of(answer: httpx.Response) -> str:
+    """Of an answer that is an error."""
+    code: str = answer.json()["error"]["code"]
+    return code
+
+
 # ---- of a runtime -----------------------------------------------------------------------------------------------
 
 
@@ -90,9 +96,11 @@ def _one_too_many(stage: Stage) -> Generator[httpx.Response]:
         before = server.world().seq
         with ThreadPoolExecutor(1) as pool:
             second = pool.submit(stage.chat, "busy@1", max_tokens=2)
-            server.until(lambda: any(isinstance(event.data, RequestQueued) for event in server.events()[before:]))
-            yield stage.chat("busy@1")
-            first.close()
+            try:
+                server.until(lambda: any(isinstance(event.data, RequestQueued) for event in server.events()[before:]))
+                yield stage.chat("busy@1")
+            finally:
+                first.close()
             assert second.result().status_code == 200
 
 
@@ -110,7 +118,7 @@ def _another_writer(stage: Stage) -> Generator[httpx.Response]:
 
         def has_lost() -> bool:
             answers.append(stage.embed("endless@1"))
-            return answers[-1].status_code != 200
+            return answers[-1].status_code != 200 and code_of(answers[-1]) == Failure.LEASE_CONFLICT
 
         server.until(has_lost)
     yield answers[-1]

@@ -1,7 +1,7 @@
 """The servers on which failures are provoked: each a real `gpuledger serve`, shared where that hides nothing.
 
     host      models of this machine's memory, each with a fault of its own
-    lease     one model, leases of three seconds, and one plan more after a lost race
+    lease     one model, leases of four seconds, and one plan more after a lost race
     crowded   a card that a model which is never evicted is on
     faulty    a card that fails, and whose memory does not always come back
 
@@ -43,7 +43,7 @@ POLICY: Final[Mapping[str, Any]] = {
 }
 #: So long a silence of a runtime is a TIMEOUT. Healthy ones answer within milliseconds.
 SILENCE_SECONDS: Final = 4
-LEASE_TTL_SECONDS: Final = 3
+LEASE_TTL_SECONDS: Final = 4
 
 
 @dataclass

@@ -28,12 +28,13 @@ from gpuledger.domain.events import (
     TelemetryMissed,
 )
 from gpuledger.domain.failures import CAPACITY_FAILURES, Failure, owner_of
+from gpuledger.domain.units import seconds
 from gpuledger.projections.failures import FailureView, view_of
 from gpuledger.tools.cli import app
 from tests.docs.documents import ROOT
 from tests.integration.failure_cases import CASES
 from tests.integration.failure_rows import HEAD, ROWS, Row, table_lines
-from tests.integration.failure_stages import SECRET, STAGES, Stage
+from tests.integration.failure_stages import POLICY, SECRET, STAGES, Stage
 from tests.integration.serving import Serving
 
 Test: TypeAlias = Callable[[Stage, Failure], None]
@@ -220,11 +221,25 @@ def assert_bounded(row: Row, answer: httpx.Response, events: Sequence[Recorded])
     assert [one.attempt for one in retries] == list(range(1, len(retries) + 1))
     assert all(one.attempt <= one.limit == 1 for one in retries)
     assert sum(isinstance(one, RequestFellBack) for one in of_request) <= 1
-    failed = [event.data for event in events if isinstance(event.data, ResidentFailed)]
-    backoffs = [one.backoff_until - one.failed_at for one in failed if one.backoff_until is not None]
-    assert bool(backoffs) is row.backs_off
-    assert all(backoff > 0 for backoff in backoffs)
     assert sum(isinstance(event.data, CapabilityDegraded) for event in events) <= 1
+    assert_backed_off(row, events)
+
+
+def assert_backed_off(row: Row, events: Sequence[Recorded]) -> None:
+    """After a failed load the next one of that deployment waits for twice as long as the one before."""
+    until: dict[str, int] = {}
+    pauses: dict[str, int] = {}
+    for event in events:
+        match event.data:
+            case ResidentFailed(deployment_id=name, failed_at=failed_at, backoff_until=int() as backoff_until):
+                until[name] = backoff_until
+                assert backoff_until - failed_at == pauses.get(name, seconds(POLICY["load_backoff_seconds"]))
+                pauses[name] = 2 * (backoff_until - failed_at)
+            case LeaseGranted(deployment_id=name, granted_at=granted_at):
+                assert granted_at >= until.get(name, 0)
+            case _:
+                pass  # it says nothing of loads
+    assert bool(until) is row.backs_off
 
 
 # ---- what it leaves ---------------------------------------------------------------------------------------------

@@ -70,6 +70,7 @@ def _owes_sample(world: World, state: AcceleratorState, now: int) -> bool:
 
 
 def _is_behind(state: AcceleratorState) -> bool:
-    if state.retired or state.missed is not None or state.released_at is None:
+    # A sample that could not be taken, or used, is not waited for: one bad card must not hold the work of the others.
+    if state.retired or state.missed is not None or state.invalid is not None or state.released_at is None:
         return False
     return state.sample is None or state.sample.observed_at <= state.released_at

@@ -14,6 +14,7 @@ from gpuledger.domain.events import (
     EnvelopeSuspected,
     EvictionStarted,
     FailureRecorded,
+    LeaseGranted,
     LeaseReleased,
     PlanDecided,
     RequestFellBack,
@@ -394,6 +395,21 @@ def test_memory_that_an_unseen_use_leaves_is_noticed() -> None:
     (started_at,) = events_of(shell, EvictionStarted)
     assert started_at.attributed_bytes == 1 * GIB, "it was seen before it was told to leave"
     assert Failure.GPU_MEMORY_NOT_RECLAIMED in {e.failure for e in events_of(shell, FailureRecorded)}
+
+
+def test_a_card_whose_figures_contradict_each_other_does_not_hold_the_queue() -> None:
+    """A sample was taken when the work ended. It is of no use, and waiting for it would not make it so."""
+    shell = started(SMALL)
+    shell.work_ms = lambda _: 5000
+    shell.ask("running", "small@1")
+    waiting = shell.ask("waiting", "small@1")
+    shell.run_for(5)
+    shell.cards[0].external_bytes = -4 * GIB
+    shell.run_for(9)
+    released_at = events_of(shell, LeaseReleased)[0].released_at
+    granted = next(e for e in events_of(shell, LeaseGranted) if e.request_id == "waiting")
+    assert granted.granted_at - released_at < seconds(1)
+    assert completed(waiting)
 
 
 # ---- thrashing --------------------------------------------------------------------------------------------------

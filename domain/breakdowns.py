@@ -18,7 +18,7 @@ from .events import (
 )
 from .evictions import begin_eviction, record_failure_of
 from .failures import EMPTY_SHA256, Failure
-from .faults import try_again_or_fail
+from .faults import attempt_of, try_again_or_fail
 from .leases import active_on, release
 from .policy import MAX_LOAD_BACKOFF_SECONDS, Policy
 from .room import required_here
@@ -76,7 +76,8 @@ def resident_failed(draft: Draft, resident_id: str, failure: Failure, detail: st
             backoff_until=draft.now + seconds(backoff) if of_load else None,
         ),
     )
-    record_failure_of(draft, accelerator_id, record, failure, detail, evidence_sha256, attempt if of_load else 1)
+    of_requests = attempt_of(draft, requests, failure)
+    record_failure_of(draft, accelerator_id, record, failure, detail, evidence_sha256, *of_requests)
     _doubt(draft, state, record, failure, detail, evidence_sha256)
     for request_id in requests:
         try_again_or_fail(draft, request_id, failure, detail, resident_id=resident_id)

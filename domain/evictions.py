@@ -99,6 +99,7 @@ def record_failure_of(
     detail: str,
     evidence_sha256: str,
     attempt: int = 1,
+    limit: int = 1,
 ) -> None:
     """A failure of a resident, on the account of the capability that it serves."""
     deployment = draft.world.deployments.get(record.resident.deployment_id)
@@ -113,6 +114,6 @@ def record_failure_of(
         accelerator_id=accelerator_id,
         resident_id=record.resident.resident_id,
         attempt=attempt,
-        limit=draft.world.policy.degraded_after_failures,
+        limit=limit,
         evidence_sha256=evidence_sha256 or EMPTY_SHA256,
     )

@@ -6,6 +6,7 @@ fallback, if there is one; then it has failed, and its client is told.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 from .aggregates.request import RequestState
@@ -134,7 +135,7 @@ def try_again_or_fail(
     request = draft.world.requests.get(request_id)
     if request is None:
         return
-    limit = OOM_RETRIES if failure is Failure.GPU_OOM else draft.world.policy.gateway_retries
+    limit = _retries(draft, failure)
     if failure in RETRIED and request.operation != "warm":
         if request.retries < limit:
             # After a GPU_OOM the memory has to be confirmed back first (semantics.md 8).
@@ -155,6 +156,19 @@ def try_again_or_fail(
             limit=limit + 1,
         )
     draft.on_request(request_id, RequestFailed(request_id, draft.now, None, failure, detail))
+
+
+def attempt_of(draft: Draft, request_ids: Iterable[str], failure: Failure) -> tuple[int, int]:
+    """Which attempt of how many a failure hit: the greatest of the requests that it hit (semantics.md 8)."""
+    known = (draft.world.requests.get(request_id) for request_id in request_ids)
+    attempt = 1 + max((request.retries for request in known if request is not None), default=0)
+    return attempt, max(attempt, 1 + _retries(draft, failure))
+
+
+def _retries(draft: Draft, failure: Failure) -> int:
+    if failure not in RETRIED:
+        return 0
+    return OOM_RETRIES if failure is Failure.GPU_OOM else draft.world.policy.gateway_retries
 
 
 def fall_back(

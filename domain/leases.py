@@ -83,6 +83,7 @@ def record_failure(draft: Draft, lease: Lease, resident_id: str, failure: Failur
     deployment = draft.world.deployments.get(lease.deployment_id)
     if deployment is None:
         return
+    attempt, limit = faults.attempt_of(draft, (lease.request_id,), failure)
     faults.record(
         draft,
         deployment.spec.capability,
@@ -92,6 +93,8 @@ def record_failure(draft: Draft, lease: Lease, resident_id: str, failure: Failur
         accelerator_id=lease.accelerator_id,
         resident_id=resident_id,
         request_id=lease.request_id,
+        attempt=attempt,
+        limit=limit,
     )
 
 

@@ -295,7 +295,8 @@ def _lingers(policy: Policy, record: ResidentRecord, used_bytes: int) -> bool:
 
 def _estimate(draft: Draft, state: AcceleratorState, record: ResidentRecord, used_bytes: int) -> int:
     resident = record.resident
-    if resident.state is ResidentState.LOADING:
+    # A wake that has not begun has taken nothing yet: until then it holds what it holds asleep.
+    if resident.state is ResidentState.LOADING and not record.waits_to_load:
         return min(max(0, used_bytes - record.load_base_bytes), resident.reserved_bytes)
     deployment = draft.world.deployments.get(resident.deployment_id)
     measured = None if deployment is None else deployment.measured_on(state.accelerator.gpu_class)

@@ -145,7 +145,6 @@ def passes(failure: Failure) -> bool:
             | Failure.HEALTHCHECK_FAILED
             | Failure.INVALID_OUTPUT
             | Failure.TIMEOUT
-            | Failure.GPU_OOM
             | Failure.SCHEDULER_STATE_STALE
             | Failure.EXTERNAL_GPU_PRESSURE
             | Failure.RESIDENCY_CONFLICT
@@ -159,8 +158,8 @@ def passes(failure: Failure) -> bool:
             | Failure.DRIVER_ERROR
         ):
             return True
-        case Failure.INSUFFICIENT_SCHEDULABLE_VRAM | Failure.ARTIFACT_CORRUPT:
-            return False  # it never fits here; the model file is not what was registered
+        case Failure.INSUFFICIENT_SCHEDULABLE_VRAM | Failure.ARTIFACT_CORRUPT | Failure.GPU_OOM:
+            return False  # it never fits here; the model file is another one; its envelope is suspect
         case _:
             assert_never(failure)
 

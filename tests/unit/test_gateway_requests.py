@@ -273,7 +273,7 @@ class TestRefusals:
     def test_every_failure_is_ours_and_says_whether_it_passes(self, failure: Failure) -> None:
         error = failure_error("req-1", failure, "detail", "emb@1")
         assert error.status in (503, 504)
-        mended = failure in (Failure.ARTIFACT_CORRUPT, Failure.INSUFFICIENT_SCHEDULABLE_VRAM)
+        mended = failure in (Failure.ARTIFACT_CORRUPT, Failure.GPU_OOM, Failure.INSUFFICIENT_SCHEDULABLE_VRAM)
         headers = error.response().headers
         assert ("retry-after" in headers) != mended
         assert ("x-should-retry" in headers) == mended

@@ -29,7 +29,7 @@ serve:
 
 test:
 	@sh .ci/venv base test
-	@exec $(PY) -m pytest $(ARGS)
+	@exec sh .ci/test $(ARGS)
 
 lint:
 	@sh .ci/venv base test lint

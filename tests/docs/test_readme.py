@@ -197,6 +197,7 @@ def test_what_it_says_is_so(page: str, example: Path) -> None:
 
 
 @needs_programs
+@pytest.mark.alone
 def test_what_the_runbook_says_is_so(example: Path) -> None:
     short_of_memory(example)
     with served(example) as address, Terminal(example, environment()) as terminal:

@@ -101,15 +101,25 @@ class Effects:
         return isinstance(effect, StopRuntime) and effect.resident_id in self._stopped
 
     def _start(self, effect: RuntimeEffect) -> None:
-        task = asyncio.create_task(self._carry_out(effect), name=f"{type(effect).__name__} {effect.resident_id}")
+        task = asyncio.create_task(self._attempt(effect), name=f"{type(effect).__name__} {effect.resident_id}")
         self._jobs[effect.resident_id] = _Job(effect, task)
-        task.add_done_callback(lambda done: self._ended(effect, done))
+        task.add_done_callback(lambda _: self._ended(effect))
 
-    def _ended(self, effect: RuntimeEffect, task: asyncio.Task[None]) -> None:
+    def _ended(self, effect: RuntimeEffect) -> None:
         del self._jobs[effect.resident_id]
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("an effect failed unexpectedly", effect=type(effect).__name__, exc_info=error)
         self._engine.poke()
+
+    async def _attempt(self, effect: RuntimeEffect) -> None:
+        """Carry it out. A defect of ours is a failure of this resident, which bounds how often it is tried again."""
+        try:
+            await self._carry_out(effect)
+        except Exception as error:  # noqa: BLE001 - it ends one attempt, and neither the others nor the scheduler
+            _log.exception("an effect failed unexpectedly", effect=type(effect).__name__, resident=effect.resident_id)
+            if isinstance(effect, StopRuntime):
+                await asyncio.sleep(LAST_PAUSE_SECONDS)  # it has to go, and so it is tried for ever
+            else:
+                fault = RuntimeFault(Failure.MODEL_LOAD_FAILED, "unexpected_error", repr(error).encode())
+                await self._fail(effect.resident_id, fault)
 
     async def _carry_out(self, effect: RuntimeEffect) -> None:
         match effect:

@@ -19,9 +19,11 @@ from typing import Any, Final, cast
 import httpx
 
 from gpuledger.adapters.runtimes import checks, samples
+from gpuledger.adapters.runtimes.asking import OK, Answer, ask, client
 from gpuledger.adapters.runtimes.config import RuntimeConfig, Task
 from gpuledger.domain.failures import Failure
 from gpuledger.domain.ports import Endpoint, RuntimeFault
+from gpuledger.domain.units import MIB
 
 ANSWER_TOKENS: Final = 8
 #: The number before a prompt makes it new to every cache; its tokens vary a little.
@@ -39,7 +41,10 @@ _PATHS: Final = {
     "rerank": "/v1/rerank",
 }
 _FEW_WORDS: Final = 2
-_OK: Final = 200
+#: A batch of 2,048 embeddings of 4,096 numbers is about 180 MB of text.
+MAX_ANSWER_BYTES: Final = 512 * MIB
+#: What counts more tokens than any context has counts something else.
+MAX_TOKENS: Final = 2**31 - 1
 
 
 async def drive(endpoint: Endpoint, config: RuntimeConfig, progress: Callable[[str], None]) -> int:
@@ -48,7 +53,7 @@ async def drive(endpoint: Endpoint, config: RuntimeConfig, progress: Callable[[s
     Raises RuntimeFault.
     """
     try:
-        async with asyncio.timeout(DRIVE_LIMIT_SECONDS), checks.client() as http:
+        async with asyncio.timeout(DRIVE_LIMIT_SECONDS), client() as http:
             driver = _Driver(http, endpoint, config)
             if config.task is Task.TRANSCRIPTION:
                 await _drive_recordings(driver, config, progress)
@@ -176,7 +181,7 @@ class _Driver:
         file = {"file": ("recording.wav", recording, "audio/wav")}
         form = {**self._config.manners.check_fields, "response_format": "json"}
         answer = await self._send("transcription", data=form, files=file)
-        return answer.status_code == _OK
+        return answer.status == OK
 
     async def _post(self, operation: str, document: Mapping[str, object]) -> dict[str, Any] | None:
         """What it answered; None when it refused. Raises RuntimeFault for an answer that is none.
@@ -184,20 +189,22 @@ class _Driver:
         What its functional check is told besides (the name of the model) it is told here too.
         """
         answer = await self._send(operation, json={**self._config.manners.check_fields, **document})
-        if answer.status_code != _OK:
+        if answer.status != OK:
             return None
         try:
-            decoded = json.loads(answer.content)
-        except ValueError as error:
-            raise RuntimeFault(Failure.INVALID_OUTPUT, "answer_malformed", answer.content) from error
+            decoded = json.loads(answer.body)
+        except (ValueError, RecursionError) as error:
+            raise RuntimeFault(Failure.INVALID_OUTPUT, "answer_malformed", answer.body) from error
         if not isinstance(decoded, dict):
-            raise RuntimeFault(Failure.INVALID_OUTPUT, "answer_malformed", answer.content)
+            raise RuntimeFault(Failure.INVALID_OUTPUT, "answer_malformed", answer.body)
         return cast("dict[str, Any]", decoded)
 
-    async def _send(self, operation: str, **content: Any) -> httpx.Response:
-        headers = {"Authorization": f"Bearer {self._endpoint.api_key}"}
+    async def _send(self, operation: str, **content: Any) -> Answer:
         path = self._endpoint.paths.get(operation, _PATHS[operation])
-        return await self._http.post(self._endpoint.base_url + path, headers=headers, timeout=None, **content)
+        answer = await ask(self._http, self._endpoint, "POST", path, MAX_ANSWER_BYTES, **content)
+        if not answer.whole:
+            raise RuntimeFault(Failure.INVALID_OUTPUT, "answer_too_long")
+        return answer
 
 
 def _prompt_tokens(answer: Mapping[str, Any], words: int) -> int:
@@ -206,7 +213,7 @@ def _prompt_tokens(answer: Mapping[str, Any], words: int) -> int:
     counted: Mapping[str, object] = cast("Mapping[str, object]", usage) if isinstance(usage, Mapping) else {}
     for name in ("prompt_tokens", "total_tokens"):
         count = counted.get(name)
-        if isinstance(count, int) and count > 0:
+        if isinstance(count, int) and 0 < count <= MAX_TOKENS:
             return count
     return words
 

@@ -169,3 +169,6 @@ class Sampler:
                 return await self._runtimes.figures(resident_id)
         except TimeoutError:
             return None
+        except Exception:  # noqa: BLE001 - as of a source: what one runtime answers never ends the samples
+            _log.exception("what a runtime says of itself could not be read", resident=resident_id)
+            return None

@@ -10,7 +10,6 @@ import asyncio
 import json
 import math
 import re
-import ssl
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,7 +27,8 @@ from gpuledger.domain.failures import Failure
 from gpuledger.domain.ports import Endpoint, RuntimeFault
 from gpuledger.domain.units import MIB
 
-from . import samples
+from . import asking, samples
+from .asking import OK
 from .engine import Json
 from .options import RuntimeOptions, Task
 
@@ -38,7 +38,12 @@ HEALTH_PATH: Final = "/health"
 METRICS_PATH: Final = "/metrics"
 #: An honest answer to these questions is a few hundred KiB at most (two vectors of 16,384 numbers).
 MAX_ANSWER_BYTES: Final = 8 * MIB
-_OK: Final = 200
+#: A page of vLLM's with every model and every histogram is some 100 KiB.
+MAX_METRICS_BYTES: Final = 4 * MIB
+#: A page that takes longer says what was.
+METRICS_TIMEOUT_SECONDS: Final = 2.0
+#: Of a server that took a connection: then it is asked again.
+_SILENCE_SECONDS: Final = 10.0
 _FIRST_POLL_SECONDS: Final = 0.005
 _LAST_POLL_SECONDS: Final = 0.1
 #: Two that differ: a server that answers everything alike is broken too.
@@ -112,19 +117,13 @@ class _Ranking(BaseModel):
     results: list[_Rank]
 
 
-def client() -> httpx.AsyncClient:
-    """A client for the loopback: no proxy, no redirect, whatever the environment says."""
-    # A bare context trusts nobody; the default one reads all authorities of the world first, in 0.1 s.
-    nobody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    return httpx.AsyncClient(trust_env=False, follow_redirects=False, verify=nobody, timeout=httpx.Timeout(10.0))
-
-
 async def until_ready(http: httpx.AsyncClient, endpoint: Endpoint, path: str = HEALTH_PATH) -> None:
-    """Wait until `path` answers 200, for ever if need be: the caller bounds it."""
+    """Wait until `path` answers 200, for ever if need be: the caller bounds it. What else it says is not read."""
     pause = _FIRST_POLL_SECONDS
     while True:
         try:
-            if (await http.get(endpoint.base_url + path, headers=_authorization(endpoint))).status_code == _OK:
+            answer = await asking.ask(http, endpoint, "GET", path, 0, _SILENCE_SECONDS)
+            if answer.status == OK:
                 return
         except httpx.TransportError:
             pass  # It does not listen yet.
@@ -146,12 +145,13 @@ async def check(http: httpx.AsyncClient, endpoint: Endpoint, options: RuntimeOpt
 
 
 async def metrics(http: httpx.AsyncClient, endpoint: Endpoint, path: str = METRICS_PATH) -> str | None:
-    """What it answers at `path`; None when it does not."""
+    """What it answers at `path`; None when it does not, in time and within bounds."""
     try:
-        answer = await http.get(endpoint.base_url + path, headers=_authorization(endpoint), timeout=2.0)
-    except httpx.TransportError:
+        async with asyncio.timeout(METRICS_TIMEOUT_SECONDS):
+            answer = await asking.ask(http, endpoint, "GET", path, MAX_METRICS_BYTES)
+    except (httpx.TransportError, TimeoutError):
         return None
-    return answer.text if answer.status_code == _OK else None
+    return answer.body.decode("utf-8", "replace") if answer.status == OK and answer.whole else None
 
 
 # ---- questions --------------------------------------------------------------------------------------------------
@@ -188,30 +188,16 @@ async def _ask(http: httpx.AsyncClient, endpoint: Endpoint, question: _Question,
         content: dict[str, Any] = {"json": document}
     else:
         content = {"data": document, "files": {"file": ("probe.wav", question.recording, "audio/wav")}}
-    url, headers = endpoint.base_url + (probe.path or question.path), _authorization(endpoint)
     try:
         # No time limit of its own: that of the load holds.
-        async with http.stream("POST", url, headers=headers, timeout=None, **content) as answer:
-            body = await _bounded(answer)
+        answer = await asking.ask(http, endpoint, "POST", probe.path or question.path, MAX_ANSWER_BYTES, **content)
     except httpx.TransportError as error:
         raise RuntimeFault(Failure.HEALTHCHECK_FAILED, NO_ANSWER, repr(error).encode()) from error
-    if answer.status_code != _OK:
-        raise RuntimeFault(Failure.HEALTHCHECK_FAILED, f"http_status_{answer.status_code}", body)
-    return body
-
-
-async def _bounded(answer: httpx.Response) -> bytes:
-    """The whole of an answer. Raises RuntimeFault when it does not come to an end."""
-    body = bytearray()
-    async for part in answer.aiter_bytes():
-        body += part
-        if len(body) > MAX_ANSWER_BYTES:
-            raise RuntimeFault(Failure.INVALID_OUTPUT, "answer_too_long", bytes(body))
-    return bytes(body)
-
-
-def _authorization(endpoint: Endpoint) -> dict[str, str]:
-    return {"Authorization": f"Bearer {endpoint.api_key}"}
+    if answer.status != OK:
+        raise RuntimeFault(Failure.HEALTHCHECK_FAILED, f"http_status_{answer.status}", answer.body)
+    if not answer.whole:
+        raise RuntimeFault(Failure.INVALID_OUTPUT, "answer_too_long", answer.body)
+    return answer.body
 
 
 # ---- answers ----------------------------------------------------------------------------------------------------
@@ -273,8 +259,9 @@ def _check_schema(schema: Mapping[str, Any], body: bytes) -> None:
         raise RuntimeFault(Failure.INVALID_OUTPUT, "schema_violated", body) from error
     try:
         satisfied = kind(dict(schema), registry=referencing.Registry()).is_valid(answer)
-    except (Unresolvable, RecursionError, re.error) as error:
-        # What only shows when an answer is judged: a reference to nothing or to itself, a pattern that is none.
+    except (Unresolvable, RecursionError, re.error, ArithmeticError, ValueError, TypeError) as error:
+        # What only shows when an answer is judged: a reference to nothing or to itself, a pattern that is none, a
+        # number in the answer that cannot be divided (infinite, not one, beyond every float).
         raise RuntimeFault(Failure.INVALID_OUTPUT, "schema_unusable", repr(error).encode()) from error
     if not satisfied:
         raise RuntimeFault(Failure.INVALID_OUTPUT, "schema_violated", body)

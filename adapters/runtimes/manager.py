@@ -30,6 +30,7 @@ from gpuledger.domain.units import KIB, MIB
 
 from . import checks, sleeping
 from .artifacts import Artifacts
+from .asking import client
 from .command import CommandServer
 from .config import CommandConfig, LlamaCppConfig, ReferenceConfig, RuntimeConfig, VllmConfig
 from .engine import EVIDENCE_BYTES, OUT_OF_MEMORY, Engine, fault_of
@@ -290,6 +291,9 @@ class RuntimeManager:
             if fault.failure is Failure.HEALTHCHECK_FAILED and out_of_memory(fault.evidence):
                 return RuntimeFault(Failure.GPU_OOM, OUT_OF_MEMORY, fault.evidence)
             return fault
+        except Exception as error:  # noqa: BLE001 - a defect that some answer has found fails this load, nothing else
+            _log.exception("a runtime could not be spoken to")
+            return RuntimeFault(Failure.HEALTHCHECK_FAILED, "unexpected_error", repr(error).encode())
         return None
 
     async def _or_ended(self, resident: _Resident, work: Coroutine[Any, Any, None]) -> None:
@@ -363,7 +367,7 @@ class RuntimeManager:
 
     def _client(self) -> httpx.AsyncClient:
         if self._http is None:
-            self._http = checks.client()
+            self._http = client()
         return self._http
 
 

@@ -16,11 +16,11 @@ from gpuledger.adapters.complaints import out_of_memory
 from gpuledger.domain.failures import Failure
 from gpuledger.domain.ports import Endpoint, RuntimeFault
 
+from .asking import OK, ask
 from .checks import NO_ANSWER
 from .engine import EVIDENCE_BYTES, OUT_OF_MEMORY
 from .options import Call, SleepCalls
 
-_OK: Final = 200
 _POLL_SECONDS: Final = 0.1
 #: Of an answer that says nothing but that it is done.
 _MAX_ANSWER_BYTES: Final = 64 * 1024
@@ -45,7 +45,7 @@ async def wake_up(http: httpx.AsyncClient, endpoint: Endpoint, calls: SleepCalls
 async def _make(http: httpx.AsyncClient, endpoint: Endpoint, calls: Sequence[Call]) -> None:
     for call in calls:
         status, body = await _ask(http, endpoint, "POST", call.path, json=call.document)
-        if status != _OK:
+        if status != OK:
             if out_of_memory(body):
                 raise RuntimeFault(Failure.GPU_OOM, OUT_OF_MEMORY, body)
             raise RuntimeFault(Failure.HEALTHCHECK_FAILED, f"http_status_{status}", body)
@@ -54,7 +54,7 @@ async def _make(http: httpx.AsyncClient, endpoint: Endpoint, calls: Sequence[Cal
 async def _until(http: httpx.AsyncClient, endpoint: Endpoint, calls: SleepCalls, *, sleeping: bool) -> None:
     while calls.state_path is not None:
         status, body = await _ask(http, endpoint, "GET", calls.state_path)
-        if status != _OK:
+        if status != OK:
             raise RuntimeFault(Failure.HEALTHCHECK_FAILED, f"http_status_{status}", body)
         if _is_sleeping(body) is sleeping:
             return
@@ -65,17 +65,11 @@ async def _ask(
     http: httpx.AsyncClient, endpoint: Endpoint, method: str, path: str, **content: Any
 ) -> tuple[int, bytes]:
     """Status, and the beginning of the answer. No time limit of its own: that of the whole holds."""
-    headers = {"Authorization": f"Bearer {endpoint.api_key}"}
-    body = bytearray()
     try:
-        async with http.stream(method, endpoint.base_url + path, headers=headers, timeout=None, **content) as answer:
-            async for part in answer.aiter_bytes():
-                body += part
-                if len(body) > _MAX_ANSWER_BYTES:
-                    break
+        answer = await ask(http, endpoint, method, path, _MAX_ANSWER_BYTES, **content)
     except httpx.TransportError as error:
         raise RuntimeFault(Failure.HEALTHCHECK_FAILED, NO_ANSWER, repr(error).encode()) from error
-    return answer.status_code, bytes(body)
+    return answer.status, answer.body
 
 
 def _is_sleeping(body: bytes) -> bool:

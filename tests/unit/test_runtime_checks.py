@@ -23,6 +23,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from gpuledger.adapters.runtimes import checks, samples
+from gpuledger.adapters.runtimes.asking import client
 from gpuledger.adapters.runtimes.checks import Probe
 from gpuledger.adapters.runtimes.config import ReferenceConfig
 from gpuledger.domain.failures import Failure
@@ -94,7 +95,7 @@ class Runtime:
 
     async def check(self, probe: Probe = checks.OPENAI, **config: Any) -> None:
         options = ReferenceConfig.model_validate({"type": "reference", **config})
-        async with checks.client() as http:
+        async with client() as http:
             await checks.check(http, self.endpoint, options, probe)
 
 
@@ -284,7 +285,7 @@ async def test_readiness_and_metrics_may_have_other_paths() -> None:
     def answer(asked: Asked) -> bytes:
         return asked.path.encode()
 
-    async with answering(answer) as runtime, checks.client() as http:
+    async with answering(answer) as runtime, client() as http:
         await checks.until_ready(http, runtime.endpoint, "/v2/health/ready")
         assert await checks.metrics(http, runtime.endpoint, "/m") == "/m"
         assert await checks.metrics(http, runtime.endpoint) == "/metrics"
@@ -292,7 +293,7 @@ async def test_readiness_and_metrics_may_have_other_paths() -> None:
 
 
 async def test_no_metrics_are_none() -> None:
-    async with answering(b"", 404) as runtime, checks.client() as http:
+    async with answering(b"", 404) as runtime, client() as http:
         assert await checks.metrics(http, runtime.endpoint) is None
 
 

@@ -25,11 +25,12 @@ from gpuledger.domain.events import (
     stream_name,
 )
 from gpuledger.domain.failures import Failure
-from gpuledger.domain.ports import Batch, RuntimeFault
+from gpuledger.domain.ports import Batch, RuntimeFault, RuntimeFigures
 from gpuledger.domain.reasons import Reason
 from gpuledger.domain.scheduler import Scheduler
 from gpuledger.domain.state import Health, ResidentState
 from gpuledger.domain.units import GIB
+from gpuledger.tools import effects as effects_module
 from gpuledger.tools import shell as engine_module
 from gpuledger.tools.running import Haste, PartEnded
 from gpuledger.tools.snapshots import load_world, read_snapshot
@@ -283,6 +284,46 @@ class TestDefects:
             assert outcome == Unavailable("unlucky", Cause.INTERNAL_ERROR)
             monkeypatch.undo()
             assert (await serve_one(served)).start == "warm"
+
+    async def test_what_one_runtime_says_never_ends_the_samples(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        async with shell() as served:
+            await serve_one(served)
+
+            async def broken(_: str) -> RuntimeFigures | None:
+                raise ValueError("a page that no reader expects")
+
+            monkeypatch.setattr(served.machine, "figures", broken)
+            taken = served.machine.samples
+            await served.until(lambda: served.machine.samples > taken + 1)
+            assert (await serve_one(served)).start == "warm"
+
+    async def test_an_effect_that_breaks_is_a_failure_of_its_resident(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        async with shell(policy={"gateway_retries": 0}) as served:
+
+            async def broken(_: str) -> None:
+                raise ValueError("an answer that no reader expects")
+
+            monkeypatch.setattr(served.machine, "load", broken)
+            outcome = await asyncio.wait_for(served.running.desk.submit(served.question()), 10)
+            assert isinstance(outcome, Refused)
+            assert (outcome.failure, outcome.detail) == (Failure.MODEL_LOAD_FAILED, "unexpected_error")
+            await served.until(lambda: served.machine.stopped == ["emb@host:local#1"])
+
+    async def test_a_stop_that_breaks_is_tried_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(effects_module, "LAST_PAUSE_SECONDS", 0.01)
+        async with shell() as served:
+            await serve_one(served)
+            attempts, stop = 0, served.machine.stop
+
+            async def broken(resident_id: str, grace_seconds: int) -> None:
+                nonlocal attempts
+                attempts += 1
+                if attempts < 3:
+                    raise ValueError("a process that no reader expects")
+                await stop(resident_id, grace_seconds)
+
+            monkeypatch.setattr(served.machine, "stop", broken)
+            assert await asyncio.wait_for(served.stop(), 10)
 
 
 class TestCrashes:

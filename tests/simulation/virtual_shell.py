@@ -383,6 +383,10 @@ class VirtualShell:
             if effect not in self._begun:
                 self._begun.add(effect)
                 self._begin(effect)
+        self._look_ahead(agenda)
+
+    def _look_ahead(self, agenda: Agenda) -> None:
+        """Set the timer and the next sample, and see whether the scheduler has left."""
         if agenda.wake_at is not None and (self._wake_at is None or agenda.wake_at < self._wake_at):
             self._wake_at = due = agenda.wake_at
             self.at(due, lambda: self._wake() if self._wake_at == due else None)

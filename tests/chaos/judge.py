@@ -22,6 +22,7 @@ from .arena import Arena
 from .asking import Answer
 from .faults import Hit
 from .follower import Follower
+from .starved import Starvation
 from .watch import Findings
 
 #: While a scheduler starts or leaves; only around an outage of our doing.
@@ -64,6 +65,7 @@ class Judge:
     arena: Arena
     follower: Follower
     hits: Iterable[Hit]
+    starvation: Starvation
 
     def tally(self, answers: Iterable[Answer]) -> Tally:
         found = Tally()
@@ -159,8 +161,11 @@ class Judge:
             counts[one.failure.value] += 1
             if one.failure in CAPACITY_FAILURES:
                 continue
-            hit = any(self.is_hit(resident_id) for resident_id in self._subjects_of(one))
-            if one.failure in _NEVER or not hit:
+            if one.failure is Failure.SCHEDULER_STATE_STALE:
+                explained = self.starvation.explains(one.recorded_at)
+            else:
+                explained = any(self.is_hit(resident_id) for resident_id in self._subjects_of(one))
+            if one.failure in _NEVER or not explained:
                 unexplained.add(f"{one.failure.value} of {one.resident_id}, {one.request_id}: {one.detail}")
         return counts, unexplained
 

@@ -45,6 +45,10 @@ def document(chaos: Chaos) -> dict[str, Any]:
             "least_available_bytes": watch.least_available_bytes,
             "looks": watch.ticks,
         },
+        "scheduler": {
+            "ran_seconds": round(watch.starvation.ran_seconds),
+            "waited_for_the_processor_seconds": round(watch.starvation.waited_seconds),
+        },
         "retries": chaos.follower.retried,
         "events": dict(chaos.follower.counts),
         **chaos.figures,
@@ -61,6 +65,8 @@ def tell(chaos: Chaos, console: Console) -> None:
     held, hogs = looks["most_held_bytes"] // MIB, told["hogs"]["most_bytes"] // MIB
     limit, free = looks["limit_bytes"] // MIB, looks["least_available_bytes"] // MIB
     console.print(f"MiB: limit {limit}, models held {held} at most, hogs {hogs}, at least {free} stayed free")
+    ran, waited = told["scheduler"].values()
+    console.print(f"the scheduler computed for {ran} s, and waited for the processor for {waited} s")
     checks = Table("must be none", "count", title="Checks", title_justify="left")
     for name, found in chaos.checks.items():
         checks.add_row(name, str(found.count), style="bold red" if found.count else "green")

@@ -153,7 +153,7 @@ class Chaos:
 
     def _judge(self, oom: int) -> None:
         self.follower.poll()
-        judge = Judge(self.arena, self.follower, self.faults.hits)
+        judge = Judge(self.arena, self.follower, self.faults.hits, self.watch.starvation)
         self.tally = judge.tally(self.clients.answers)
         failures, unexplained = judge.failures()
         watch, checks = self.watch, self.checks

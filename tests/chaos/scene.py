@@ -122,7 +122,7 @@ def prepare(folder: Path, *, few: bool) -> Scene:
     base_bytes = used_bytes + BALLAST_BYTES // 2
     limit_bytes = base_bytes + ROOM_BYTES
     offers = tuple(offer for offer in OFFERS if not few or offer.capability in FEW)
-    models = _models(folder.parent.resolve())
+    models = _models()
     wanted = {offer.capability for offer in offers}
     deployments = [one for one in _deployments(folder.resolve(), *models) if one["capability"] in wanted]
     config = configuration(
@@ -173,10 +173,11 @@ def _policy(base_bytes: int, limit_bytes: int) -> dict[str, Any]:
     }
 
 
-def _models(folder: Path) -> tuple[Path, Path]:
-    """(embedding, chat), made once per change of what makes them."""
+def _models() -> tuple[Path, Path]:
+    """(embedding, chat), made once per change of what makes them: those of the fixtures of the tests."""
     key = hashlib.sha256(Path(example_models.__file__).read_bytes()).hexdigest()[:16]
-    minilm, chat = (folder / "models" / key / name for name in ("minilm.gguf", "tiny-chat.gguf"))
+    folder = Path(__file__).resolve().parents[2] / "var" / "test-models" / key
+    minilm, chat = folder / "all-minilm-l6-v2.f16.gguf", folder / "tiny-chat.gguf"
     if not minilm.exists():
         example_models.convert_minilm(minilm)
     if not chat.exists():

@@ -25,6 +25,7 @@ from gpuledger.domain.view import view_of
 from .arena import Arena
 from .follower import Follower
 from .scene import RESERVE_BYTES, Scene, memory
+from .starved import Starvation
 
 TICK_SECONDS: Final = 1.0
 #: What an idle process may take between a sample of the scheduler's and ours: buffers of the scrape of its metrics.
@@ -68,6 +69,7 @@ class Watch:
     beyond_limit: Findings = field(default_factory=Findings)
     ghosts: Findings = field(default_factory=Findings)
     stale_leases: Findings = field(default_factory=Findings)
+    starvation: Starvation = field(default_factory=Starvation)
     ticks: int = 0
     most_held_bytes: int = 0
     least_available_bytes: int = 2**63
@@ -84,6 +86,7 @@ class Watch:
 
     def tick(self) -> None:
         """One look. The ledger is read before and after it, and the more generous of the two counts."""
+        self.starvation.look(self.arena.server.process.pid)
         self.follower.poll()
         allowed = self._allowed_bytes()
         table = procfs.scan()

@@ -9,6 +9,7 @@ import argparse
 import json
 import secrets
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -23,6 +24,9 @@ from .scene import TooLittleMemory, prepare
 
 def main(arguments: list[str] | None = None) -> int:
     options = _options(arguments)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # Also where it was started in the background: what it has started ends with it.
+        signal.signal(number, _break_off)
     console = Console(highlight=False, soft_wrap=True)
     seed: int = options.seed if options.seed is not None else secrets.randbelow(10**6)
     folder: Path = (options.folder / f"seed-{seed}").resolve()
@@ -52,6 +56,10 @@ def main(arguments: list[str] | None = None) -> int:
         shutil.rmtree(folder)
     console.print(f"chaos: passed, seed {seed}; {written}")
     return 0
+
+
+def _break_off(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:

@@ -41,6 +41,10 @@ class Hog:
         )
         self.held_bytes = 0
 
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
     def hold(self, wanted_bytes: int) -> None:
         """As much as it is told, when this returns. Raises OSError where it is gone."""
         assert self._child.stdin is not None

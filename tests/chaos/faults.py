@@ -95,7 +95,9 @@ class Faults:
                 self._kill_scheduler()
                 next_kill = time.monotonic() + self.draw.uniform(*_KILL_PAUSE)
             if now >= next_fault:
-                self.draw.choices(faults, weights)[0]()
+                # However short it is, a storm has one of these.
+                kill_first = not self.done["runtime killed"]
+                (self._kill_runtime if kill_first else self.draw.choices(faults, weights)[0])()
                 next_fault = time.monotonic() + self.draw.uniform(*_PAUSE)
 
     def _faults(self) -> tuple[tuple[Callable[[], None], int], ...]:

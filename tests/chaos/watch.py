@@ -12,6 +12,7 @@ import ctypes
 import os
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
@@ -65,6 +66,7 @@ class Watch:
     scene: Scene
     arena: Arena
     follower: Follower
+    grace_seconds: float = GRACE_SECONDS
     overcommitted: Findings = field(default_factory=Findings)
     beyond_limit: Findings = field(default_factory=Findings)
     ghosts: Findings = field(default_factory=Findings)
@@ -90,16 +92,16 @@ class Watch:
         self.follower.poll()
         allowed = self._allowed_bytes()
         table = procfs.scan()
-        held = self._held_bytes(table)
+        held = self.held_bytes(table)
         total_bytes, available_bytes = memory()
         if not self.follower.poll():
             return
         for bounds in (self._allowed_bytes(), self.follower.promised):
             for resident_id, bound in bounds.items():
                 allowed[resident_id] = max(allowed.get(resident_id, 0), bound)
-        self._compare(held, allowed)
+        self.compare(held, allowed)
         self._weigh(total_bytes - available_bytes, sum(held.values()))
-        self._look_for_ghosts(table)
+        self.look_for_ghosts(table)
         self._look_for_stale_leases()
         self.ticks += 1
         self.most_held_bytes = max(self.most_held_bytes, sum(held.values()))
@@ -116,7 +118,7 @@ class Watch:
                 allowed[one.resident_id] = max(one.attributed_bytes, held.reserved_bytes if held is not None else 0)
         return allowed
 
-    def _held_bytes(self, table: ProcessTable) -> dict[str, int]:
+    def held_bytes(self, table: ProcessTable) -> dict[str, int]:
         """What the processes of each resident hold, also of those that should be gone."""
         held: dict[str, int] = {}
         for resident_id, process in self.follower.processes.items():
@@ -125,7 +127,8 @@ class Watch:
                 held[resident_id] = sum(_share_bytes(member.pid) for member in members)
         return held
 
-    def _compare(self, held: dict[str, int], allowed: dict[str, int]) -> None:
+    def compare(self, held: Mapping[str, int], allowed: Mapping[str, int]) -> None:
+        """Note each resident that holds more than its own."""
         for resident_id, bytes_ in held.items():
             bound = allowed.get(resident_id, 0)
             if bytes_ > bound + TOLERANCE_BYTES:
@@ -140,7 +143,8 @@ class Watch:
             grown = f"others hold {external_bytes // MIB} MiB, {self.follower.decided_external_bytes // MIB} when given"
             self.beyond_limit.add(f"{used_bytes // MIB} of {self.scene.limit_bytes // MIB} MiB used; {grown}")
 
-    def _look_for_ghosts(self, table: ProcessTable) -> None:
+    def look_for_ghosts(self, table: ProcessTable) -> None:
+        """Note each process that outlives its resident, and forget those that do not."""
         now = time.monotonic()
         for resident_id, process in tuple(self.follower.processes.items()):
             if self.follower.world.find_resident(resident_id) is not None:
@@ -148,13 +152,13 @@ class Watch:
             if not table.tree(process):
                 _bury(process.pid)
                 del self.follower.processes[resident_id]
-            elif now - self._gone_at.setdefault(resident_id, now) > GRACE_SECONDS:
+            elif now - self._gone_at.setdefault(resident_id, now) > self.grace_seconds:
                 self.ghosts.add(f"process {process.pid} of {resident_id}, which is gone")
 
     def _look_for_stale_leases(self) -> None:
         if not self.arena.is_up:
             return
-        late = self.follower.world.at - seconds(int(GRACE_SECONDS))
+        late = self.follower.world.at - seconds(int(self.grace_seconds))
         for _, record in self.follower.world.leases():
             if record.lease.expires_at < late:
                 self.stale_leases.add(f"{record.lease.lease_id} has run out")

@@ -37,6 +37,8 @@ Send: TypeAlias = Callable[[Message], Awaitable[None]]
 MAX_COMPLAINT_BYTES: Final = 64 * 1024
 #: What a runtime may answer at once. A batch of 2,048 embeddings of 4,096 floats is about 180 MB of text.
 MAX_ANSWER_BYTES: Final = 512 * 1024 * 1024
+#: The one status of an answer: nothing here is moved, made or left out.
+_OK: Final = 200
 #: A client that takes nothing for so long is taken for gone: the lease is not its alone to hold.
 CLIENT_STALL_SECONDS: Final = 60.0
 #: A crash closes the connection before the watch for exits has said how the process ended: so long its word is waited
@@ -209,7 +211,11 @@ class Attempt:
                 return
             if answer.status_code in NOT_FOR_CLIENTS:
                 raise _unfit(answer)
-            kind = answer.headers.get("content-type", "application/json")
+            if answer.status_code >= 400:
+                told = complaint(await _at_most(answer, MAX_COMPLAINT_BYTES))
+                self._take_complaint(answer.status_code, told)
+                return
+            kind = _kind_of(answer)
             if self._work.stream and kind.startswith("text/event-stream"):
                 await self._relay_events(answer, kind)
             else:
@@ -256,12 +262,9 @@ class Attempt:
                 raise _unfit(answer)
             chunks.append(chunk)
         body = b"".join(chunks)
-        if answer.status_code >= 400:
-            self._take_complaint(answer.status_code, complaint(body))
-        else:
-            if kind.startswith("application/json"):
-                body = named(body, self._work.capability, self._progress.usage)
-            self._take(answer.status_code, kind, body)
+        if kind.startswith("application/json"):
+            body = named(body, self._work.capability, self._progress.usage)
+        self._take(answer.status_code, kind, body)
 
     # ---- downstream ----------------------------------------------------------------------------------------------
 
@@ -310,6 +313,16 @@ class UpstreamError(Exception):
         super().__init__(detail)
         self.failure = failure
         self.detail = detail
+
+
+def _kind_of(answer: httpx.Response) -> str:
+    """The type of an answer that can be passed on: whole, as it is, and not of another place. Raises UpstreamError."""
+    if answer.status_code != _OK:
+        raise _unfit(answer)
+    if answer.headers.get("content-encoding", "identity") != "identity":
+        raise UpstreamError(Failure.INVALID_OUTPUT, "content_encoding")  # nobody asked for it, and nobody would be told
+    kind: str = answer.headers.get("content-type", "application/json")
+    return kind if kind.isascii() else "application/octet-stream"
 
 
 def _unfit(answer: httpx.Response) -> UpstreamError:

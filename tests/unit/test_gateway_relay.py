@@ -76,6 +76,15 @@ async def visiting(runtime: Runtime) -> AsyncGenerator[tuple[Door, Visitor, asyn
             await asyncio.gather(visit, return_exceptions=True)
 
 
+async def _once(body: bytes) -> AsyncIterator[bytes]:
+    yield body
+
+
+async def _endless(part: bytes) -> AsyncIterator[bytes]:
+    while True:
+        yield part
+
+
 class TestWhole:
     async def test_it_is_named_by_its_capability_and_carries_the_facts(self) -> None:
         async with door() as gate:
@@ -152,6 +161,52 @@ class TestWhole:
         (ending,) = gate.desk.ended
         assert (ending.failure, ending.unsent) == (failure, False)
         assert gate.desk.resumed == []
+
+    @pytest.mark.parametrize("status", [201, 204, 206, 301, 302, 304, 307])
+    async def test_a_status_that_is_no_answer_is_a_failure_of_the_runtime(self, status: int) -> None:
+        async def elsewhere(_: httpx.Request) -> httpx.Response:
+            return httpx.Response(status, headers={"location": "http://elsewhere/"})
+
+        async with door(elsewhere) as gate:
+            gate.desk.outcomes = [granted(), failed(Failure.INVALID_OUTPUT, f"http_status_{status}")]
+            answer = await gate.http.post("/v1/embeddings", json=EMBED)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "INVALID_OUTPUT")
+        (ending,) = gate.desk.ended
+        assert (ending.failure, ending.detail) == (Failure.INVALID_OUTPUT, f"http_status_{status}")
+
+    async def test_what_is_packed_is_no_answer(self) -> None:
+        """Nobody asked for it, and its client would not be told."""
+
+        async def packed(_: httpx.Request) -> httpx.Response:
+            return httpx.Response(200, headers={"content-encoding": "gzip"}, stream=Upstream(_once(b"packed")))
+
+        async with door(packed) as gate:
+            gate.desk.outcomes = [granted(), failed(Failure.INVALID_OUTPUT, "content_encoding")]
+            answer = await gate.http.post("/v1/embeddings", json=EMBED)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "INVALID_OUTPUT")
+        (ending,) = gate.desk.ended
+        assert (ending.failure, ending.detail) == (Failure.INVALID_OUTPUT, "content_encoding")
+
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_a_type_that_no_header_can_have_is_not_passed_on(self, stream: bool) -> None:
+        async def strange(_: httpx.Request) -> httpx.Response:
+            kind = "text/event-stream; charset=\u20ac".encode()
+            return httpx.Response(200, headers=[(b"content-type", kind)], stream=Upstream(_once(b"data: {}\n\n")))
+
+        async with door(strange) as gate:
+            answer = await gate.http.post("/v1/chat/completions", json={**CHAT, "stream": stream})
+        assert (answer.status_code, answer.headers["content-type"]) == (200, "application/octet-stream")
+        assert answer.content == b"data: {}\n\n"
+
+    async def test_of_a_complaint_no_more_is_read_than_a_message(self) -> None:
+        body = Upstream(_endless(b" " * 1024))
+
+        async def complain(_: httpx.Request) -> httpx.Response:
+            return httpx.Response(400, stream=body)
+
+        async with door(complain) as gate:
+            answer = await asyncio.wait_for(gate.http.post("/v1/embeddings", json=EMBED), 30)
+        assert (answer.status_code, len(answer.content) < 1000) == (400, True)
 
     async def test_a_slow_client_holds_no_lease(self) -> None:
         async with door() as gate:

@@ -149,8 +149,11 @@ def read_tokens(path: Path) -> tuple[Token, ...]:
 
 def _read(path: Path) -> tuple[_Stamp | None, tuple[Token, ...]]:
     try:
-        with path.open("rb") as file:
+        # Not to be held up by a pipe that nobody writes to.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise TokensUnusable(f"{path}: is not a file")
             _check_owner(path, found)
             text = file.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError:
@@ -309,9 +312,11 @@ class TokenFile:
         if len(tokens) > MAX_TOKENS:
             raise TokensUnusable(f"{self.path}: there are {MAX_TOKENS} tokens: revoke some first")
         document = _DOCUMENT.dump_python(_Document(SCHEMA, tokens), mode="json")
+        text = orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+        _tokens_of(self.path, text)  # what could not be read again (a clock that is before 1970) would lose them all
         draft = self._folder / f".{FILE_NAME}.{secrets.token_hex(8)}"
         try:
-            self._write_draft(draft, orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+            self._write_draft(draft, text)
             draft.replace(self.path)
             _sync_folder(self._folder)
         except OSError as error:

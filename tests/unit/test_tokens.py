@@ -233,6 +233,24 @@ class TestBrokenFiles:
         with pytest.raises(TokensUnusable, match="larger than"):
             file.read()
 
+    def test_a_pipe_in_its_place_holds_nobody_up(self, file: TokenFile) -> None:
+        client_token(file)
+        watch = TokenWatch(file.path)
+        file.path.unlink()
+        os.mkfifo(file.path, 0o600)
+        with ThreadPoolExecutor(1) as pool:
+            assert len(pool.submit(watch.current).result(30)) == 1
+            with pytest.raises(TokensUnusable, match="is not a file"):
+                pool.submit(file.read).result(30)
+
+    def test_a_clock_before_its_beginning_breaks_none(self, file: TokenFile, wall: Wall) -> None:
+        """Some machines start with one that is off by decades, beyond what an instant can be."""
+        kept = client_token(file)
+        wall.now = -seconds(DAY)
+        with pytest.raises(TokensUnusable, match="must be an instant"):
+            client_token(file, "late")
+        assert file.read() == (kept.token,)
+
     def test_a_change_does_not_begin_with_one(self, file: TokenFile) -> None:
         file.path.parent.mkdir()
         file.path.write_text("{")

@@ -248,7 +248,7 @@ class RuntimeManager:
             # The one device that it may see, which it then calls CUDA0; on a host none.
             device = accelerator_id if _kind(accelerator_id) is Kind.GPU else ""
             own = {"CUDA_VISIBLE_DEVICES": device, MARK: resident_id, SCHEDULER_MARK: _written(_ourselves())}
-            command = Command(command.argv, {**self._inherited, **command.environment, **own})
+            command = Command(command.argv, {**self._inherited, **command.environment, **own}, (MARK, SCHEDULER_MARK))
             child = await self._spawner.spawn(command, self._folder, log)
             undo.pop_all()
         return _Resident(engine, config, child, port, endpoint)

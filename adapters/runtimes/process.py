@@ -42,10 +42,18 @@ _Started: TypeAlias = tuple[subprocess.Popen[bytes], int]
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What a runtime process executes. `environment` is all of it, with a secret in it: nothing is inherited."""
+    """What a runtime process executes. `environment` is all of it, with a secret in it: nothing is inherited.
+
+    `marks`: names of the variables in it by which whatever it starts is known, wherever that puts itself.
+    """
 
     argv: tuple[str, ...]
     environment: Mapping[str, str] = field(repr=False)
+    marks: tuple[str, ...] = ()
+
+    def marked(self) -> frozenset[bytes]:
+        """As they stand in /proc/PID/environ."""
+        return frozenset(f"{name}={self.environment[name]}".encode() for name in self.marks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +91,17 @@ class PortReservation:
 class Child:
     """A process that `Spawner` started. It belongs to the event loop in which it was started."""
 
-    def __init__(self, process: subprocess.Popen[bytes], identity: ProcessIdentity, gate: int, log: BoundedLog) -> None:
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        identity: ProcessIdentity,
+        gate: int,
+        log: BoundedLog,
+        marks: frozenset[bytes] = frozenset(),
+    ) -> None:
         self.identity = identity
         self.log = log
+        self._marks = marks
         self._process = process
         self._gate: int | None = gate
         self._loop = asyncio.get_running_loop()
@@ -120,7 +136,7 @@ class Child:
 
         The process is reaped last: as long as it is a zombie nobody else can have its pid, its group or its session.
         """
-        await end_tree(self.identity, ladder, grace_seconds)
+        await end_tree(self.identity, ladder, grace_seconds, marks=self._marks)
         await self.wait()
         self._process.wait()
         await asyncio.to_thread(self._pump.join, LAST_WORDS_SECONDS)
@@ -161,7 +177,7 @@ class Spawner:
             identity = procfs.identity(process.pid)
             if identity is None:
                 raise RuntimeFault(Failure.MODEL_LOAD_FAILED, "cannot_start")
-            return Child(process, identity, gate, log)
+            return Child(process, identity, gate, log, command.marked())
         except BaseException:
             _discard(starting)
             raise
@@ -225,33 +241,32 @@ def _start_pump(process: subprocess.Popen[bytes], log: BoundedLog) -> threading.
 
 
 async def end_tree(
-    root: ProcessIdentity, ladder: Sequence[signal.Signals], grace_seconds: float, admit: Admit | None = None
+    root: ProcessIdentity,
+    ladder: Sequence[signal.Signals],
+    grace_seconds: float,
+    admit: Admit | None = None,
+    marks: frozenset[bytes] = frozenset(),
 ) -> None:
     """Send the signals of `ladder`, `grace_seconds` apart, to root's tree until it is gone.
 
-    With `admit`, only to the members that it admits. Returns as soon as no member runs.
-    Raises RuntimeFault (TIMEOUT `not_gone`).
+    With `admit`, only to the members that it admits. With `marks`, also to whoever has all of these in its environment:
+    what a runtime has sent away (two forks and a session of its own) is in nobody's tree. Returns as soon as no member
+    runs. Raises RuntimeFault (TIMEOUT `not_gone`).
     """
-    known: set[ProcessIdentity] = {root}
+    family = _Family(root, admit, marks)
     for rung in ladder:
         patience = KILL_PATIENCE_SECONDS if rung is signal.SIGKILL else grace_seconds
-        if await _step(known, root, rung, patience, admit):
+        if await _step(family, rung, patience):
             return
     raise RuntimeFault(Failure.TIMEOUT, "not_gone")
 
 
-async def _step(
-    known: set[ProcessIdentity],
-    root: ProcessIdentity,
-    rung: signal.Signals,
-    patience_seconds: float,
-    admit: Admit | None,
-) -> bool:
+async def _step(family: _Family, rung: signal.Signals, patience_seconds: float) -> bool:
     """One rung: the signal once to every member, those that appear meanwhile too. True when none is left."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + patience_seconds
     signalled: set[ProcessIdentity] = set()
-    while members := await asyncio.to_thread(_members, known, root, admit):
+    while members := await asyncio.to_thread(family.members):
         with _handles(members) as handles:
             for process, handle in handles.items():
                 if process not in signalled:
@@ -263,16 +278,36 @@ async def _step(
     return True
 
 
-def _members(known: set[ProcessIdentity], root: ProcessIdentity, admit: Admit | None) -> list[ProcessIdentity]:
-    """Who of the tree runs. `known` remembers members that were seen before: a member whose parent ended and that has
-    left the session is init's child, and only memory tells that it is ours."""
-    table = procfs.scan()
-    members = set(table.tree(root))
-    for process in known:
-        if table.is_alive(process):
-            members.update(table.tree(process))
-    known.update(members)
-    return [process for process in members if admit is None or admit(process)]
+class _Family:
+    """Who belongs to a root, from one look to the next."""
+
+    def __init__(self, root: ProcessIdentity, admit: Admit | None, marks: frozenset[bytes]) -> None:
+        self._root = root
+        self._admit = admit
+        self._marks = marks
+        #: A member whose parent ended and that has left the session is init's child: memory tells that it is ours.
+        self._known: set[ProcessIdentity] = {root}
+
+    def members(self) -> list[ProcessIdentity]:
+        """Who of it runs."""
+        table = procfs.scan()
+        members = set(table.tree(self._root))
+        for process in (*self._known, *self._marked(table)):
+            if table.is_alive(process):
+                members.update(table.tree(process))
+        self._known.update(members)
+        return [process for process in members if self._admit is None or self._admit(process)]
+
+    def _marked(self, table: procfs.ProcessTable) -> list[ProcessIdentity]:
+        if not self._marks:
+            return []
+        running = (process for pid in table.entries if (process := table.identity(pid)) is not None)
+        return [process for process in running if self._marks <= _variables(process.pid)]
+
+
+def _variables(pid: int) -> frozenset[bytes]:
+    """What a process was started with; empty when it is gone or not ours to look at."""
+    return frozenset((procfs.read_process_file(pid, "environ") or b"").split(b"\0"))
 
 
 @contextmanager

@@ -285,6 +285,40 @@ async def test_what_is_left_of_a_crash_is_ended(spawner: Spawner, log: BoundedLo
     assert not procfs.is_alive(left)
 
 
+@pytest.mark.parametrize("ends", [False, True], ids=["root-runs", "root-ended"])
+async def test_what_it_has_sent_away_is_ended(spawner: Spawner, log: BoundedLog, tmp_path: Path, ends: bool) -> None:
+    """Two forks and a session of its own: its parent is init, and it is in nobody's tree. Its marks are what is left."""
+    detaches = f"""
+    import os, time
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            print("pid", os.getpid(), flush=True)
+            time.sleep(600)
+        os._exit(0)
+    os.wait()
+    time.sleep({0 if ends else 600})
+    """
+    argv = python(detaches).argv
+    environment = {"PATH": "/usr/bin", "MARK": str(tmp_path), "SECOND": "1"}
+    child = await spawner.spawn(Command(argv, environment, ("MARK", "SECOND")), tmp_path, log)
+    # One of another resident has another mark, and one of them is not both.
+    stranger = await spawner.spawn(
+        Command(python("import time; time.sleep(600)").argv, {"MARK": str(tmp_path)}), tmp_path, log
+    )
+    child.open_gate()
+    await until_printed(child, b"pid")
+    if ends:
+        await child.wait()
+    sent_away = procfs.identity(int(log.tail().split()[1]))
+    assert sent_away is not None
+    assert sent_away not in procfs.tree(child.identity)
+    await child.end(POLITE, 30)
+    assert not procfs.is_alive(sent_away)
+    assert procfs.is_alive(stranger.identity)
+    await stranger.end(AT_ONCE, 0)
+
+
 async def test_ending_twice_at_once_is_ending(sleeper: Child) -> None:
     await asyncio.gather(sleeper.end(POLITE, 30), sleeper.end(AT_ONCE, 0))
     assert not Path(f"/proc/{sleeper.identity.pid}").exists()

@@ -287,7 +287,7 @@ async def test_what_is_left_of_a_crash_is_ended(spawner: Spawner, log: BoundedLo
 
 @pytest.mark.parametrize("ends", [False, True], ids=["root-runs", "root-ended"])
 async def test_what_it_has_sent_away_is_ended(spawner: Spawner, log: BoundedLog, tmp_path: Path, ends: bool) -> None:
-    """Two forks and a session of its own: its parent is init, and it is in nobody's tree. Its marks are what is left."""
+    """Two forks and a session of its own: its parent is init, and it is in nobody's tree. Its marks are left."""
     detaches = f"""
     import os, time
     if os.fork() == 0:
@@ -303,9 +303,8 @@ async def test_what_it_has_sent_away_is_ended(spawner: Spawner, log: BoundedLog,
     environment = {"PATH": "/usr/bin", "MARK": str(tmp_path), "SECOND": "1"}
     child = await spawner.spawn(Command(argv, environment, ("MARK", "SECOND")), tmp_path, log)
     # One of another resident has another mark, and one of them is not both.
-    stranger = await spawner.spawn(
-        Command(python("import time; time.sleep(600)").argv, {"MARK": str(tmp_path)}), tmp_path, log
-    )
+    other = Command(python("import time; time.sleep(600)").argv, {"MARK": str(tmp_path)})
+    stranger = await spawner.spawn(other, tmp_path, log)
     child.open_gate()
     await until_printed(child, b"pid")
     if ends:

@@ -67,6 +67,12 @@ class Arena:
         self._until_ready(self._server)
         self.outages[-1].over = time.monotonic()
 
+    def restart(self) -> None:
+        """Leave in order, and start again. Raises NotReady."""
+        self.outages.append(Outage(time.monotonic()))
+        self._stack.close()
+        self.start()
+
     def kill(self) -> None:
         """SIGKILL; what it was doing is lost, and its clients with it."""
         self.outages.append(Outage(time.monotonic()))

@@ -40,6 +40,8 @@ _POLICIES: Final[tuple[dict[str, Any], ...]] = (
     {"critical_admits_warm": True},
     {"max_residents": 3},
 )
+#: What is said of a resident whose process got a SIGKILL.
+KILLED: Final = "killed"
 _CALL_SECONDS: Final = 30.0
 #: What works is hit so much more often than what is idle: it has requests to lose.
 _BUSY_WEIGHT: Final = 5
@@ -132,7 +134,7 @@ class Faults:
         self.arena.start()
 
     def _kill_runtime(self) -> None:
-        if (found := self._some_runtime("killed")) is not None:
+        if (found := self._some_runtime(KILLED)) is not None:
             self.done["runtime killed"] += 1
             _send(found, signal.SIGKILL)
 
@@ -198,6 +200,10 @@ class Faults:
         before = {key: self._base_policy[key] for key in keys if key in self._base_policy}
         self._operate("policy revise", "POST", "/policy", {"policy": keys})
         self._later(5.0, 25.0, lambda: self._must("POST", "/policy", {"policy": before}))
+
+    def accept_envelope(self, deployment_id: str) -> None:
+        """Answer for an envelope that is suspect."""
+        self._must("POST", f"/deployments/{deployment_id}/envelope/accept")
 
     def _operate(self, what: str, method: str, path: str, body: dict[str, Any] | None = None) -> None:
         self.done[f"operator: {what}"] += 1

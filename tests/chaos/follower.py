@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -44,9 +45,14 @@ class Follower:
     counts: Counter[str] = field(default_factory=Counter[str])
     retried: int = 0
     decided_external_bytes: int = 0
+    _alone: threading.Lock = field(default_factory=threading.Lock)
 
     def poll(self) -> bool:
-        """Read what is new; False where the ledger could not be read now."""
+        """Read what is new; False where the ledger could not be read now. From any thread."""
+        with self._alone:
+            return self._poll()
+
+    def _poll(self) -> bool:
         self.promised.clear()
         try:
             with closing(SqliteLedger(self.ledger, read_only=True)) as reader:

@@ -20,7 +20,7 @@ from gpuledger.domain.reasons import Reason, waiting_helps
 
 from .arena import Arena
 from .asking import Answer
-from .faults import Hit
+from .faults import KILLED, Hit
 from .follower import Follower
 from .starved import Starvation
 from .watch import Findings
@@ -30,8 +30,10 @@ _COMING_AND_GOING: Final = frozenset({"starting", "draining"})
 _OF_KEYS: Final = frozenset({"request_in_progress", "request_completed", "request_cancelled"})
 #: Failures of the scheduler itself, or of the machine: nothing that is done here may lead to them.
 _NEVER: Final = frozenset(
-    {Failure.GPU_OOM, Failure.DRIVER_ERROR, Failure.LEASE_TIMEOUT, Failure.ARTIFACT_CORRUPT, Failure.LEASE_CONFLICT}
+    {Failure.DRIVER_ERROR, Failure.LEASE_TIMEOUT, Failure.ARTIFACT_CORRUPT, Failure.LEASE_CONFLICT}
 )
+#: A process at work that gets a SIGKILL while others have taken all that was left looks as if the kernel had ended it.
+TAKEN_FOR_OOM: Final = "no_room_left_on_device"
 
 
 @dataclass
@@ -137,7 +139,9 @@ class Judge:
     def _count_failure(self, answer: Answer, failure: Failure, told: str, found: Tally) -> None:
         if failure in CAPACITY_FAILURES:
             found.untyped.add(told)  # they are reasons of plans, never failures that a client is told
-        elif failure not in _NEVER and self._was_hit(answer):
+        elif failure is Failure.GPU_OOM and any(self.was_taken_for_oom(one) for one in self._residents_of(answer)):
+            found.injected["killed when no room was left (GPU_OOM)"] += 1
+        elif failure not in _NEVER and failure is not Failure.GPU_OOM and self._was_hit(answer):
             found.injected[failure.value] += 1
         else:
             found.unexplained.add(f"{told} ({', '.join(self._residents_of(answer)) or 'no lease'})")
@@ -153,13 +157,29 @@ class Judge:
         deployment_id = self.follower.deployment_of.get(resident_id)
         return any(hit.resident_id == resident_id or hit.deployment_id == deployment_id for hit in self.hits)
 
+    def was_taken_for_oom(self, resident_id: str) -> bool:
+        """Whether a GPU_OOM of it was a kill of ours, as far as the ledger can tell (semantics.md 8)."""
+        killed = any(hit.resident_id == resident_id and hit.what == KILLED for hit in self.hits)
+        return killed and any(
+            one.resident_id == resident_id and one.failure is Failure.GPU_OOM and one.detail == TAKEN_FOR_OOM
+            for one in self.follower.failures
+        )
+
+    def out_of_memory(self) -> Findings:
+        """Each GPU_OOM that is none of these."""
+        found = Findings()
+        for one in self.follower.failures:
+            if one.failure is Failure.GPU_OOM and not self.was_taken_for_oom(one.resident_id or ""):
+                found.add(f"GPU_OOM of {one.resident_id}: {one.detail}")
+        return found
+
     def failures(self) -> tuple[Counter[str], Findings]:
         """The failures that the ledger has by class, and those among them that nothing that was done explains."""
         counts: Counter[str] = Counter()
         unexplained = Findings()
         for one in self.follower.failures:
             counts[one.failure.value] += 1
-            if one.failure in CAPACITY_FAILURES:
+            if one.failure in CAPACITY_FAILURES or one.failure is Failure.GPU_OOM:
                 continue
             if one.failure is Failure.SCHEDULER_STATE_STALE:
                 explained = self.starvation.explains(one.recorded_at)
@@ -176,10 +196,10 @@ class Judge:
         return tuple(self.follower.granted.get(failure.request_id or "", ()))
 
 
-def log_trouble(log: Path) -> Findings:
-    """What the servers logged as errors, and every line that is no entry of a log."""
+def log_trouble(log: Path, begin_bytes: int = 0) -> Findings:
+    """What the servers logged as errors, and every line that is no entry of a log, from a place on."""
     found = Findings()
-    for line in log.read_text("utf-8", "replace").splitlines():
+    for line in log.read_bytes()[begin_bytes:].decode("utf-8", "replace").splitlines():
         try:
             entry = json.loads(line)
             if entry["level"] in ("error", "critical") or "exception" in entry:

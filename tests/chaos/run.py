@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from typing import Any, Final
 from gpuledger.adapters import procfs
 from tests.integration.serving import PATIENCE_SECONDS, wait_until
 
-from .arena import Arena
+from .arena import Arena, NotReady
 from .ballast import Ballast
 from .clients import Clients
 from .faults import Faults
@@ -31,6 +32,8 @@ RECOVERY_SECONDS: Final = 360.0
 #: In a storm of this length these events are there, unless the harness does not do what it should.
 _LONG_SECONDS: Final = 300.0
 _SHOWN_BY_LONG_RUNS: Final = ("PressureChanged", "ResidentSlept", "ResidentWoken", "LeasePreempted", "RequestRetried")
+_STARTS: Final = 10
+_START_PAUSE_SECONDS: Final = 10.0
 _COMMAND_SECONDS: Final = 600.0
 
 
@@ -60,7 +63,7 @@ class Chaos:
         with ThreadPoolExecutor(3) as pool:
             try:
                 self.say("measuring every deployment")
-                arena.start()
+                self._measure()
                 self._storm(pool)
                 self._calm()
                 self._end()
@@ -81,6 +84,8 @@ class Chaos:
         self.faults = Faults(scene, arena, self.follower, self._draw("faults"), token, self.seconds)
         self.clients = Clients(lambda: arena.base_url, self._is_broken)
         self._token = token
+        self._log = scene.folder / "log"
+        self._log_bytes = 0
         self._running: dict[str, Future[None]] = {}
 
     def _is_broken(self) -> bool:
@@ -97,6 +102,25 @@ class Chaos:
         return sum(_own_bytes(one.pid) for one in members if one != server)
 
     # ---- phases --------------------------------------------------------------------------------------------------
+
+    def _measure(self) -> None:
+        """A start measures what it can: less, while others take memory for a moment."""
+        self.arena.start()
+        for _ in range(_STARTS):
+            if not self._unmeasured():
+                break
+            self.say(f"measuring again, when others leave room: {self._unmeasured()}")
+            time.sleep(_START_PAUSE_SECONDS)
+            self.arena.restart()
+        else:
+            raise NotReady(f"could not be measured: {self._unmeasured()}: {self.arena.server.log()}")
+        self._log_bytes = self._log.stat().st_size
+
+    def _unmeasured(self) -> str:
+        """The deployments without an envelope, in words."""
+        self.follower.poll()
+        known = self.follower.world.deployments
+        return ", ".join(one for one in self.scene.deployment_ids if known[one].measured_on("host") is None)
 
     def _storm(self, pool: ThreadPoolExecutor) -> None:
         self.say(f"{self.seconds:.0f} seconds of chaos")
@@ -116,6 +140,7 @@ class Chaos:
     def _calm(self) -> None:
         """Every capability answers again, for a client that may have it."""
         self.say("calm: every capability must answer again")
+        self._accept_suspects()
         lost = Findings()
         for number, offer in enumerate(self.scene.offers):
             who = next(one for one in CLIENTS if one.lab == offer.lab)
@@ -127,6 +152,18 @@ class Chaos:
             if not answer.whole:
                 lost.add(f"{offer.capability}: {answer.code or answer.fault}")
         self.checks["capabilities that do not come back"] = lost
+
+    def _accept_suspects(self) -> None:
+        """As an operator does who knows that it was no want of memory: a kill of ours, taken for the kernel's."""
+        self.follower.poll()
+        judge = Judge(self.arena, self.follower, self.faults.hits, self.watch.starvation)
+        doubted = {one.deployment_id for one in self.follower.suspected if judge.was_taken_for_oom(one.resident_id)}
+        for deployment_id in sorted(doubted & self._suspects()):
+            self.faults.accept_envelope(deployment_id)
+
+    def _suspects(self) -> set[str]:
+        measured = {key: one.measured_on("host") for key, one in self.follower.world.deployments.items()}
+        return {key for key, one in measured.items() if one is not None and one.envelope.suspect}
 
     def _end(self) -> None:
         """By an operator's drain, and then in order."""
@@ -161,12 +198,13 @@ class Chaos:
         checks["answers that are not typed"] = self.tally.untyped
         checks["failures of requests that nothing explains"] = self.tally.unexplained
         checks["failures in the ledger that nothing explains"] = unexplained
-        checks["errors and tracebacks in the log"] = log_trouble(self.scene.folder / "log")
-        checks["out of memory"] = _of(oom, "processes killed by the kernel")
+        checks["errors and tracebacks in the log"] = log_trouble(self._log, self._log_bytes)
+        checks["processes that the kernel killed for want of memory"] = _of(oom, "in this time")
+        checks["out of memory"] = judge.out_of_memory()
         checks["work done twice under one key"] = self.tally.repeated_work
         checks["memory held beyond what the ledger allows"] = watch.overcommitted
         checks["use beyond the limit by our doing"] = watch.beyond_limit
-        checks["envelopes exceeded"] = _told(str(one) for one in self.follower.suspected)
+        checks["envelopes exceeded"] = _told(str(one) for one in self.follower.suspected if one.cause == "exceeded")
         checks["ghost processes"] = _told((*watch.ghosts.words, *self._still_there()))
         checks["stale leases"] = watch.stale_leases
         checks["operators' calls that went wrong"] = _told(self.faults.wrong)

@@ -19,9 +19,9 @@ from gpuledger.domain.units import MIB
 from tests.chaos.arena import Arena, Outage
 from tests.chaos.asking import Answer
 from tests.chaos.ballast import Hog
-from tests.chaos.faults import Hit
+from tests.chaos.faults import KILLED, Hit
 from tests.chaos.follower import Follower
-from tests.chaos.judge import Judge, Tally, log_trouble
+from tests.chaos.judge import TAKEN_FOR_OOM, Judge, Tally, log_trouble
 from tests.chaos.scene import CLIENTS, OFFERS, Scene
 from tests.chaos.starved import Starvation
 from tests.chaos.traffic import Order, Traffic
@@ -100,8 +100,8 @@ class Court:
         self.starvation = Starvation()
         self.judge = Judge(self.arena, self.follower, [], self.starvation)
 
-    def hit(self, **subject: str) -> None:
-        self.judge = Judge(self.arena, self.follower, [Hit(0.0, "killed", **subject)], self.starvation)
+    def hit(self, what: str = KILLED, **subject: str) -> None:
+        self.judge = Judge(self.arena, self.follower, [Hit(0.0, what, **subject)], self.starvation)
 
     def of(self, **seen: Any) -> Tally:
         return self.judge.tally([answer(**seen)])
@@ -155,9 +155,15 @@ class TestJudge:
         court.hit(resident_id="emb#2")
         assert court.of_code(503, "RUNTIME_CRASH").unexplained.count == 1
 
-    def test_no_kill_explains_that_memory_ran_out(self, court: Court) -> None:
-        court.hit(resident_id="emb#1")
+    def test_a_kill_may_look_like_the_end_of_memory_and_nothing_else_may(self, court: Court) -> None:
+        court.follower.failures.append(failure(Failure.GPU_OOM, resident_id="emb#1", detail=TAKEN_FOR_OOM))
+        for what, defects in (("stopped", 1), (KILLED, 0)):
+            court.hit(what=what, resident_id="emb#1")
+            assert court.of_code(503, "GPU_OOM").unexplained.count == defects
+            assert court.judge.out_of_memory().count == defects
+        court.follower.failures[:] = [failure(Failure.GPU_OOM, resident_id="emb#1", detail="cuda_out_of_memory")]
         assert court.of_code(503, "GPU_OOM").unexplained.count == 1
+        assert court.judge.out_of_memory().count == 1
 
     def test_work_that_is_done_twice(self, court: Court) -> None:
         served = [answer(whole=True, status=200, key="k") for _ in range(2)]
@@ -178,7 +184,7 @@ class TestJudge:
         assert ["SCHEDULER_STATE_STALE" in one for one in unexplained.words] == [True]
 
 
-def failure(what: Failure, resident_id: str | None = None) -> FailureRecorded:
+def failure(what: Failure, resident_id: str | None = None, detail: str = "") -> FailureRecorded:
     return FailureRecorded(
         capability="emb@1",
         failure=what,
@@ -191,7 +197,7 @@ def failure(what: Failure, resident_id: str | None = None) -> FailureRecorded:
         attempt=1,
         limit=1,
         evidence_sha256="0" * 64,
-        detail="",
+        detail=detail,
     )
 
 
@@ -202,6 +208,7 @@ def test_errors_in_a_log(tmp_path: Path) -> None:
     with log.open("a") as more:
         more.write('{"level": "error", "event": "no"}\n{"level": "warning", "exception": "x"}\nTraceback (most ...\n')
     assert log_trouble(log).count == 3
+    assert log_trouble(log, begin_bytes=log.stat().st_size).count == 0
 
 
 def test_a_process_that_is_left_is_seen(tmp_path: Path) -> None:

@@ -19,8 +19,10 @@ from gpuledger.domain.ports import RuntimeFault
 MAX_KNOWN_FILES: Final = 16_384
 #: A folder with more is no model, but somebody's disk.
 MAX_FILES: Final = 4_096
-#: What lies beside a model in its folder and shapes nothing.
-_PROSE: Final = (".md", ".txt", ".png", ".jpg", ".jpeg", ".gif", ".pdf")
+#: What lies beside a model in its folder and shapes nothing. Texts are not all prose: tokenizers are made of some
+#: (merges.txt, vocab.txt), and a word in them that has changed makes nonsense of good weights.
+_PROSE: Final = (".md", ".png", ".jpg", ".jpeg", ".gif", ".pdf")
+_PROSE_TEXTS: Final = ("license", "licence", "notice", "readme", "changelog", "use_policy", "requirements")
 _SPLIT = re.compile(r"^(?P<stem>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})(?P<suffix>\.gguf)$")
 
 
@@ -125,12 +127,19 @@ def _files(folder: Path) -> Iterator[Path]:
     found = 0
     for parent, folders, names in os.walk(folder, onerror=_raise):
         folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in folders:
+            if Path(parent, name).is_symlink():
+                raise OSError(f"{Path(parent, name)} is a link to a folder, where nobody has looked")
         for name in names:
-            if not name.startswith(".") and not name.lower().endswith(_PROSE):
+            if not name.startswith(".") and not _is_prose(name.lower()):
                 found += 1
                 if found > MAX_FILES:
                     raise OSError(f"more than {MAX_FILES} files in {folder}")
                 yield Path(parent, name)
+
+
+def _is_prose(name: str) -> bool:
+    return name.endswith(_PROSE) or (name.endswith(".txt") and name.startswith(_PROSE_TEXTS))
 
 
 def _raise(error: OSError) -> None:

@@ -11,12 +11,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from gpuledger.domain.units import Sha256Hex
 
 from .options import Call, Manners, SleepCalls, UrlPath, resolve
-from .server_config import CommandLine, ServerOptions, Variable, resolve_program
+from .server_config import CommandLine, ServerOptions, Variable, is_ours, resolve_program
 
 PORT: Final = "{port}"
 MODEL: Final = "{model}"
 NAME: Final = "{name}"
 _KEY: Final = "{api_key}"
+#: Variables that the loader and the system's libraries read: a key there breaks the program, and is shown by some.
+_OF_THE_SYSTEM: Final = frozenset({"PATH", "HOME", "LANG", "TZ", "TMPDIR", "IFS", "SHELL"})
+_OF_THE_LOADER: Final = ("LD_", "LC_", "GLIBC_", "MALLOC_", "CUDA_")
 
 Operation: TypeAlias = Literal["embeddings", "chat", "completion", "transcription", "rerank"]
 
@@ -108,6 +111,8 @@ class CommandConfig(ServerOptions):
             raise ValueError("version: give either version or version_command")
         if not any(PORT in text for text in self.templates()):
             raise ValueError("command: must say {port} somewhere, or a value of set must")
+        if (name := self.api_key_variable) is not None and _has_another_use(name):
+            raise ValueError(f"api_key_variable: {name} is there for something else")
         if any(_KEY in text for text in self.templates()):
             raise ValueError("command: the key is never an argument; api_key_variable names the variable that has it")
         if self.model is None and any(MODEL in text for text in self.templates()):
@@ -120,6 +125,10 @@ class CommandConfig(ServerOptions):
         """Every text in which something stands for something else."""
         yield from self.command
         yield from self.set.values()
+
+
+def _has_another_use(variable: str) -> bool:
+    return is_ours(variable) or variable in _OF_THE_SYSTEM or variable.startswith(_OF_THE_LOADER)
 
 
 #: What the functional check of a task asks for.

@@ -19,7 +19,8 @@ CommandLine: TypeAlias = Annotated[tuple[Argument, ...], Field(min_length=1, max
 Variable: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,199}$")]
 
 #: Variables that are ours: what a process may see, and whose it is.
-_OURS: Final = ("CUDA_VISIBLE_DEVICES", "GPULEDGER_")
+_VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
+_OURS: Final = "GPULEDGER_"
 
 
 class ServerOptions(RuntimeOptions):
@@ -42,7 +43,7 @@ class ServerOptions(RuntimeOptions):
     def _leaves_our_variables(self) -> Self:
         for key, names in (("environment", self.environment), ("set", tuple(self.set))):
             for name in names:
-                if name.startswith((*_OURS, *self.reserved_variables)):
+                if is_ours(name) or name in self.reserved_variables:
                     raise ValueError(f"{key}: {name} is set by gpuledger")
         return self
 
@@ -69,6 +70,11 @@ class ServerOptions(RuntimeOptions):
             "environment": sorted(self.environment),
             "set": dict(self.set),
         }
+
+
+def is_ours(variable: str) -> bool:
+    """Whether every runtime gets it from us, whatever its configuration says."""
+    return variable == _VISIBLE or variable.startswith(_OURS)
 
 
 def resolve_program(command: object, info: ValidationInfo) -> object:

@@ -224,7 +224,8 @@ def test_a_folder_is_all_that_shapes_its_model(tmp_path: Path) -> None:
     (tmp_path / "blob").write_bytes(b"one")
     (same / "weights").symlink_to(tmp_path / "blob")
     assert artifacts.inspect(same) == before
-    (same / "README.md").write_bytes(b"prose")
+    for prose in ("README.md", "LICENSE.txt", "Notice.txt"):
+        (same / prose).write_bytes(b"prose")
     (same / ".cache").mkdir()
     (same / ".cache" / "lock").write_bytes(b"x")
     assert artifacts.inspect(same) == before
@@ -232,6 +233,26 @@ def test_a_folder_is_all_that_shapes_its_model(tmp_path: Path) -> None:
     assert artifacts.inspect(same).sha256 != before.sha256
     (folder / "weights").rename(folder / "renamed")
     assert artifacts.inspect(folder).sha256 != before.sha256
+
+
+@pytest.mark.parametrize("name", ["merges.txt", "vocab.txt", "spiece.model.txt"])
+def test_texts_that_make_tokens_shape_a_model(tmp_path: Path, name: str) -> None:
+    folder = folder_of(tmp_path / "a", weights=b"one")
+    (folder / name).write_text("a b\nc d\n")
+    artifacts = Artifacts()
+    before = artifacts.inspect(folder)
+    (folder / name).write_text("a b\nc e\n")
+    assert artifacts.inspect(folder).sha256 != before.sha256
+
+
+def test_a_link_to_a_folder_is_not_passed_over(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "a", weights=b"one")
+    folder_of(tmp_path / "b", tokenizer=b"t")
+    (folder / "more").symlink_to(tmp_path / "b")
+    with pytest.raises(RuntimeFault) as raised:
+        Artifacts().inspect(folder)
+    assert raised.value.detail == "artifact_unreadable"
+    assert b"is a link to a folder" in raised.value.evidence
 
 
 def test_a_folder_is_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,10 @@ INHERITED = {"PATH": os.environ["PATH"]}
         ({**COMMAND, "command": ["s", "{port}", "{model}"]}, "model: is what {model} stands for, and is missing"),
         ({**COMMAND, "sha256": "0" * 64}, "sha256: is that of model"),
         ({**COMMAND, "api_key_variable": "KEY", "set": {"KEY": "mine"}}, "set: KEY is set by gpuledger"),
+        *(
+            ({**COMMAND, "api_key_variable": name}, f"api_key_variable: {name} is there for something else")
+            for name in ("CUDA_VISIBLE_DEVICES", "GPULEDGER_RESIDENT", "PATH", "LD_PRELOAD", "LD_LIBRARY_PATH")
+        ),
         ({**COMMAND, "paths": {"poetry": "/x"}}, "Input should be 'embeddings'"),
         ({**COMMAND, "paths": {"chat": "http://elsewhere/"}}, "should match pattern"),
         ({**COMMAND, "paths": {"chat": "/x y"}}, "should match pattern"),
@@ -68,6 +72,16 @@ def test_what_cannot_be_meant_is_refused(config: dict[str, Any], message: str) -
     with pytest.raises(ValidationError) as raised:
         CONFIG.validate_python(config)
     assert message in str(raised.value)
+
+
+def test_a_name_that_only_begins_as_one_of_ours_is_free() -> None:
+    known = {
+        **COMMAND,
+        "api_key_variable": "KEY",
+        "set": {"KEYRING": "/x"},
+        "environment": ["CUDA_VISIBLE_DEVICES_OLD"],
+    }
+    assert CONFIG.validate_python(known)
 
 
 def test_paths_are_relative_to_the_configuration() -> None:

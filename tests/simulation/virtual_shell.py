@@ -347,7 +347,7 @@ class VirtualShell:
         """Read every card, now."""
         self._sampled_at = self.now
         self._next_sample = None
-        self.feed(SampleTaken(NODE, self._reading(), self._figures()))
+        self.feed(SampleTaken(NODE, self.reading(), self._figures()))
 
     def _append(self, recorded: tuple[Recorded, ...]) -> None:
         for event in recorded:
@@ -497,7 +497,8 @@ class VirtualShell:
         """What our processes physically hold on a card."""
         return sum(p.held_bytes for p in self.processes.values() if p.accelerator_id == accelerator_id)
 
-    def _reading(self) -> NodeReading:
+    def reading(self) -> NodeReading:
+        """What a sample of every card that speaks shows now."""
         cards = tuple(self._read(index, card) for index, card in enumerate(self.cards) if not card.silent)
         return NodeReading(accelerators=cards, faults=(), memory_bytes=None, age_ms=0)
 

@@ -247,7 +247,7 @@ def test_the_difference_is_what_a_start_records() -> None:
 
 def seen(shell: VirtualShell, **changes: object) -> None:
     """A sample in which the card says something else of itself."""
-    reading = shell._reading()
+    reading = shell.reading()
     first, *others = reading.accelerators
     altered = replace(first, **changes)  # type: ignore[arg-type]
     shell.feed(SampleTaken(NODE, replace(reading, accelerators=(altered, *others)), {}))

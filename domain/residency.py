@@ -5,6 +5,8 @@ Each function looks at the folded state of a draft and emits what follows from i
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from .aggregates.accelerator import AcceleratorState, ResidentRecord
 from .draft import Draft
 from .events import EvictionCause, ResidentDrainStarted
@@ -84,6 +86,21 @@ def drain(draft: Draft, accelerator_id: str, resident_id: str, cause: str) -> No
     record = draft.world.accelerators[accelerator_id].residents.get(resident_id)
     if record is not None and record.resident.state is ResidentState.READY:
         draft.on_accelerator(accelerator_id, ResidentDrainStarted(resident_id, draft.now, cause))
+
+
+def drain_silent(draft: Draft, told: Set[str]) -> None:
+    """Drain what was at work when it was heard of last, and has neither a lease nor said anything for a lease's life.
+
+    A runtime that hangs never reports idle: it would be taken for busy for ever. `told`: residents that said now how
+    many requests they work on.
+    """
+    for state, record in tuple(draft.world.residents()):
+        resident = record.resident
+        if resident.resident_id in told or resident.running_requests == 0:
+            continue
+        leased = active_on(state, resident.resident_id, draft.now)
+        if not leased and draft.now >= drain_deadline(draft.world.policy, resident.last_used_at):
+            drain(draft, state.accelerator.accelerator_id, resident.resident_id, "silent")
 
 
 def _drained(draft: Draft, state: AcceleratorState, record: ResidentRecord) -> bool:

@@ -83,7 +83,7 @@ from .ports import Batch
 from .queue import Planned, is_due, is_held, is_profiling, next_change, waiting, wants_sample
 from .reasons import Reason
 from .reclaim import finish_evictions, process_ended
-from .residency import drain, drain_deadline, kept_until, let_go, wants_to_be_seen
+from .residency import drain, drain_deadline, drain_silent, kept_until, let_go, wants_to_be_seen
 from .room import room_given_up_at, use_fresh_sample, wants_fresh_sample
 from .sampling import SampleTaken, record_sample
 from .state import Kind, ResidencyPolicy, ResidentState
@@ -126,6 +126,7 @@ class Scheduler:
                 record_sample(draft, happened)
                 leave_retired(draft)
                 suspect_exceeded(draft)
+                drain_silent(draft, {key for key, figures in happened.figures.items() if figures.busy is not None})
                 finish_evictions(draft)
                 use_fresh_sample(draft)
             case RuntimeSpawned() | RuntimeReady() | RuntimeFailed() | RuntimeStopped():
@@ -280,6 +281,8 @@ def _work_ended(draft: Draft, ended: WorkEnded) -> None:
     if ended.failure is not None:
         if record is not None:
             record_failure(draft, record.lease, record.resident_id, ended.failure, ended.detail)
+            if ended.failure is Failure.TIMEOUT:  # whatever it does, it may do it for ever: no new work, then the end
+                drain(draft, record.lease.accelerator_id, record.resident_id, "no_answer_in_time")
         if ended.unsent:
             try_again_or_fail(draft, ended.request_id, ended.failure, ended.detail, resident_id=request.resident_id)
         else:

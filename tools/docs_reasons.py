@@ -190,7 +190,7 @@ _FAILURES: Final[Mapping[Failure, tuple[str, str]]] = MappingProxyType(
         ),
         Failure.TIMEOUT: (
             "A runtime did not answer in time.",
-            "The work ends; while it loaded, the deployment backs off there.",
+            "The work ends, and its resident is drained; while it loaded, the deployment backs off there.",
         ),
         Failure.GPU_OOM: (
             "A runtime ran out of the memory that it was promised.",

@@ -136,6 +136,8 @@ class BreakableMachine:
             bodies = {body.resident_id: body for body in self.on(card.accelerator_id)}
             for resident_id, record in state.residents.items():
                 body = bodies.pop(resident_id, None)
+                if body is None and resident_id in self.bodies:
+                    continue  # it is dead, and nobody has noticed yet
                 loads = record.resident.state is ResidentState.LOADING and record.load_started
                 works = record.resident.state is ResidentState.READY and any(
                     lease.room_confirmed for lease in state.leases_on(resident_id)

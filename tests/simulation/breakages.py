@@ -32,7 +32,7 @@ class Breakage:
 
 
 def mend(shell: BreakableShell) -> None:
-    """Everything works again, and what was kept is given back."""
+    """Everything works again, and what was kept is given back. What hangs hangs, until it is killed."""
     machine = shell.machine
     machine.sight = Sight.CLEAR
     machine.fail_spawns = machine.lies_ready = machine.keeps_memory = False
@@ -42,8 +42,6 @@ def mend(shell: BreakableShell) -> None:
         card.external_bytes = card.kept_bytes = 0
     for body in machine.bodies.values():
         body.unkillable = body.keeps_memory = False
-        if body.stalled_until >= FOREVER:
-            shell.let_go_on(body)
 
 
 def _bodies(shell: BreakableShell, *, asleep: bool | None = None) -> list[Body]:
@@ -199,8 +197,8 @@ def _suspend(duration_seconds: int) -> Strike:
 BREAKAGES: Final = (
     Breakage("the newest runtime is killed", _to(0, lambda shell, body: shell.kill(body))),
     Breakage("the runtime before it is killed", _to(1, lambda shell, body: shell.kill(body))),
-    Breakage("the newest runtime hangs", _to(0, _stall(None)), 150),
-    Breakage("the runtime before it hangs", _to(1, _stall(None)), 150),
+    Breakage("the newest runtime hangs", _to(0, _stall(None))),
+    Breakage("the runtime before it hangs", _to(1, _stall(None))),
     Breakage("the newest runtime hangs for a while", _to(0, _stall(8))),
     Breakage("the newest runtime hangs for long", _to(0, _stall(70)), 71),
     Breakage("a runtime is killed and its memory stays", _to(0, _kill_and_keep), 80),

@@ -162,7 +162,8 @@ def suspect_exceeded(draft: Draft) -> None:
         measured = None if deployment is None else deployment.measured_on(state.accelerator.gpu_class)
         if measured is None or resident.attribution is not Attribution.KNOWN:
             continue
-        if resident.attributed_bytes > with_margin(draft.world.policy, measured.envelope.peak_bytes):
+        expected_bytes = with_margin(draft.world.policy, measured.envelope.peak_bytes)
+        if deployment is not None and resident.attributed_bytes > max(expected_bytes, deployment.accepted_bytes):
             suspect(draft, state, record, "exceeded", resident.attributed_bytes)
 
 

@@ -6,11 +6,11 @@ Durations are those that were measured (loads, unloads), and of work what reques
 from __future__ import annotations
 
 from .aggregates.accelerator import AcceleratorState
-from .aggregates.deployment import planned
+from .aggregates.deployment import DeploymentState, planned
 from .aggregates.request import RequestState
 from .queue import waiting
 from .reasons import Reason
-from .state import WaitingFor
+from .state import ResidentState, WaitingFor
 from .units import MICROS_PER_MS, ceil_div
 from .world import World
 
@@ -42,8 +42,25 @@ def estimated_wait_ms(world: World, request_id: str, now: int) -> int | None:
     if left_ms is None or (turns > 0 and work_ms is None):
         return None
     patience_ms = 0 if waits_for.not_before is None else max(0, waits_for.not_before - now) // MICROS_PER_MS
-    start_ms = 0 if state.resident_of(waits_for.deployment_id) is not None else planned(deployment, ()).load_ms
+    start_ms = _start_ms(state, deployment, now)
     return max(patience_ms, left_ms) + turns * (work_ms or 0) + start_ms
+
+
+def _start_ms(state: AcceleratorState, deployment: DeploymentState, now: int) -> int:
+    """What its start still takes: nothing where it is there, what is left of a load, a wake, or a load."""
+    record, model = state.resident_of(deployment.spec.deployment_id), planned(deployment, ())
+    if record is None:
+        return model.load_ms
+    match record.resident.state:
+        case ResidentState.READY:
+            return 0
+        case ResidentState.LOADING:
+            gone_ms = max(0, now - record.resident.loaded_at) // MICROS_PER_MS
+            return max(0, record.resident.start_ms - gone_ms)
+        case ResidentState.SLEEPING:
+            return model.load_ms if model.sleep is None else model.sleep.wake_ms
+        case _:
+            return model.load_ms
 
 
 def _before(world: World, request: RequestState, waits_for: WaitingFor) -> int:

@@ -25,6 +25,7 @@ from .evictions import begin_eviction
 from .faults import fall_back, record_refusal
 from .planner import PLANNER_VERSION, PlacementPlan, plan
 from .reasons import Reason, Verdict
+from .state import WaitingFor
 from .units import MICROS_PER_MS, ceil_div, milliseconds, seconds
 
 #: What an admission does not keep: the evidence about others. It is recomputed by replay (ledger.md, Streams).
@@ -75,6 +76,21 @@ def _refused(draft: Draft, request: RequestState, reason: Reason, verdict: Verdi
     return RequestFailed(request_id, draft.now, reason, None, verdict.value)
 
 
+def give_up(draft: Draft, request: RequestState, reason: Reason, detail: str) -> None:
+    """It is refused for what it waits for, unless its contract has a fallback (semantics.md 5)."""
+    if fall_back(draft, request, reason=reason, detail=detail):
+        record_refusal(draft, request, reason, None)
+        return
+    refuse(draft, request, reason, detail)
+
+
+def _waits_in_vain(request: RequestState, waits_for: WaitingFor) -> bool:
+    """A back-off that ends after it may wait no longer: nothing but time ends one, so it is told at once."""
+    if waits_for.reason is not Reason.LOAD_BACKOFF or waits_for.not_before is None:
+        return False
+    return waits_for.not_before > request.queue_until
+
+
 def refuse(draft: Draft, request: RequestState, reason: Reason, detail: str) -> None:
     """End a request without a plan of its own."""
     request_id = request.question.request_id
@@ -111,6 +127,10 @@ def evidence(outcome: PlacementPlan) -> Mapping[str, Any]:
 
 def _queue(draft: Draft, request: RequestState, outcome: PlacementPlan) -> None:
     assert outcome.waiting_for is not None
+    if _waits_in_vain(request, outcome.waiting_for):
+        _record_plan(draft, request, outcome)
+        give_up(draft, request, outcome.waiting_for.reason, "back_off_ends_too_late")
+        return
     if request.phase is Phase.QUEUED and request.waiting_for == outcome.waiting_for:
         return
     _record_plan(draft, request, outcome)

@@ -134,7 +134,11 @@ def _change_node(draft: Draft, operation: CordonNode | UncordonNode | DrainNode)
 
 def _unload_idle(draft: Draft, operation: UnloadIdle) -> None:
     for state, record in tuple(draft.world.residents()):
-        wanted = operation.deployment_id in (None, record.resident.deployment_id)
+        deployment_id = record.resident.deployment_id
+        wanted = operation.deployment_id == deployment_id
+        if operation.deployment_id is None:
+            # What is always warm would be loaded again at once: whoever means it names it, or sets its residency.
+            wanted = draft.world.deployments[deployment_id].spec.residency.policy is not ResidencyPolicy.ALWAYS_WARM
         if wanted and is_idle(state, record, draft.now):
             accelerator_id, resident_id = state.accelerator.accelerator_id, record.resident.resident_id
             begin_eviction(draft, accelerator_id, resident_id, EvictionCause.OPERATOR, by=operation.by)

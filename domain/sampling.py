@@ -83,10 +83,19 @@ def record_sample(draft: Draft, taken: SampleTaken) -> None:
 # ---- devices ----------------------------------------------------------------------------------------------------
 
 
+def _revise_host(draft: Draft, reading: AcceleratorReading, known: AcceleratorState) -> None:
+    """How much of a host is scheduled is configured: another size at the first look of a run is nobody's mistake."""
+    first_look = known.sample is None and known.missed is None and known.invalid is None
+    if reading.kind is Kind.HOST and first_look and reading.total_bytes != known.accelerator.total_bytes:
+        _emit_revision(draft, reading)
+
+
 def _register_devices(draft: Draft, taken: SampleTaken) -> None:
     for reading in taken.reading.accelerators:
         known = draft.world.accelerators.get(reading.accelerator_id)
         usable = reading.total_bytes > 0 and reading.used_bytes <= reading.total_bytes
+        if usable and known is not None and not known.retired:
+            _revise_host(draft, reading, known)
         if usable and (known is None or known.retired):
             draft.on_accelerator(
                 reading.accelerator_id,
@@ -111,8 +120,11 @@ def _revise(draft: Draft, reading: AcceleratorReading) -> None:
     stays = known.changed_total is not None and known.changed_total[1] >= CHANGED_TOTAL_SAMPLES
     described = (known.accelerator.index, known.accelerator.gpu_class, known.device_name, known.driver_version)
     told = (reading.index, reading.gpu_class, reading.device_name, reading.driver_version)
-    if not stays and (known.changed_total is not None or described == told):
-        return
+    if stays or (known.changed_total is None and described != told):
+        _emit_revision(draft, reading)
+
+
+def _emit_revision(draft: Draft, reading: AcceleratorReading) -> None:
     draft.on_accelerator(
         reading.accelerator_id,
         AcceleratorRevised(

@@ -39,7 +39,7 @@ from .events import (
 from .evictions import must_not_stop_yet, reclaim_deadline
 from .failures import Failure
 from .faults import note_success, try_again_or_fail
-from .grants import decide, refuse
+from .grants import decide, give_up, refuse
 from .leases import active_on, cancel_request, expire_due, record_failure, release, renew
 from .messages import (
     AcceptEnvelope,
@@ -339,7 +339,7 @@ def _give_up_waiting(draft: Draft) -> None:
     for request in waiting(draft.world):
         # With a deadline of its own the planner says so itself, with figures (6.3, rule 1).
         if request.question.deadline is None and request.queue_until <= draft.now:
-            refuse(draft, request, request.last_reason, "max_queue_seconds")
+            give_up(draft, request, request.last_reason, "max_queue_seconds")
 
 
 # ---- always warm ------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from ..events import (
     SampledResident,
     ThrashingDetected,
 )
-from ..policy import Priority
+from ..policy import Pressure, Priority
 from ..ports import ProcessIdentity
 from ..pressure import PressureTrack
 from ..state import Accelerator, Health, Lease, Resident, ResidentState, Sample
@@ -352,7 +352,7 @@ def _described(state: AcceleratorState, event: AcceleratorRegistered | Accelerat
     accelerator = replace(
         state.accelerator, index=event.index, gpu_class=event.gpu_class, total_bytes=event.total_bytes
     )
-    return replace(
+    described = replace(
         state,
         accelerator=accelerator,
         device_name=event.device_name,
@@ -360,6 +360,11 @@ def _described(state: AcceleratorState, event: AcceleratorRegistered | Accelerat
         retired=False,
         changed_total=None,
     )
+    if event.total_bytes == state.accelerator.total_bytes:
+        return described
+    # The level of pressure was that of another size: the next sample judges anew, from NORMAL.
+    sample = None if state.sample is None else replace(state.sample, pressure=Pressure.NORMAL)
+    return replace(described, sample=sample, track=None, invalid=None)
 
 
 def _granted(state: AcceleratorState, event: LeaseGranted) -> AcceleratorState:

@@ -51,7 +51,8 @@ class DeploymentState:
     """What is declared, and what was measured, newest first.
 
     `artifact_sha256`: what its model file was last verified to be; `corrupt` says why it is not that any more.
-    `suspicion`: why the newest envelope that became suspect did.
+    `suspicion`: why the newest envelope that became suspect did. `accepted_bytes`: what an operator knew it to hold
+    when it answered for it.
     """
 
     spec: DeploymentSpec
@@ -60,6 +61,7 @@ class DeploymentState:
     artifact_sha256: str | None = None
     corrupt: str | None = None
     suspicion: EnvelopeSuspected | None = None
+    accepted_bytes: int = 0
 
     def measured_on(self, gpu_class: str) -> MeasuredEnvelope | None:
         """The newest measurement of its present configuration on a class of accelerator."""
@@ -90,7 +92,9 @@ def evolve(state: DeploymentState, event: DeploymentEvent) -> DeploymentState:
             suspected = _with_suspicion(state, event.config_hash, event.gpu_class, suspect=True)
             return replace(suspected, suspicion=event)
         case EnvelopeAccepted():
-            return replace(_with_suspicion(state, event.config_hash, None, suspect=False), suspicion=None)
+            known_bytes = 0 if state.suspicion is None else state.suspicion.observed_bytes
+            accepted = _with_suspicion(state, event.config_hash, None, suspect=False)
+            return replace(accepted, suspicion=None, accepted_bytes=max(state.accepted_bytes, known_bytes))
         case DeploymentRetired():
             return replace(state, retired=True)
         case EnvelopeMeasured():
@@ -101,7 +105,8 @@ def evolve(state: DeploymentState, event: DeploymentEvent) -> DeploymentState:
                 suspicion = None
             # The one measured last is what counts: older ones of the same are history, and stay in the ledger.
             others = tuple(m for m in state.measured if (m.envelope.config_hash, m.envelope.gpu_class) != key)
-            return replace(state, measured=(newest, *others)[:MAX_ENVELOPES], suspicion=suspicion)
+            measured = (newest, *others)[:MAX_ENVELOPES]
+            return replace(state, measured=measured, suspicion=suspicion, accepted_bytes=0)
         case _:
             assert_never(event)
 

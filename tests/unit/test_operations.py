@@ -41,7 +41,7 @@ from gpuledger.domain.policy import Policy
 from gpuledger.domain.ports import HealthFault, NodeReading
 from gpuledger.domain.reasons import Reason
 from gpuledger.domain.sampling import SampleTaken
-from gpuledger.domain.state import Health, Residency, ResidencyPolicy
+from gpuledger.domain.state import Health, Kind, Residency, ResidencyPolicy
 from gpuledger.domain.units import GIB
 from tests.simulation.virtual_shell import NODE, Model, VirtualShell, configuration
 from tests.unit.test_scheduler import LARGE, SMALL, completed, events_of, failed, started
@@ -173,6 +173,15 @@ def test_unload_ends_what_is_idle_and_nothing_else() -> None:
     shell.run_for(5)
     assert [record.resident.deployment_id for _, record in shell.world.residents()] == ["large"]
     assert [(e.cause.value, e.by) for e in events_of(shell, EvictionStarted)] == [("operator", BY)]
+
+
+def test_what_is_always_warm_is_unloaded_when_it_is_named() -> None:
+    shell = started(replace(SMALL, residency=PINNED))
+    shell.run_for(20)
+    shell.feed(UnloadIdle(BY, None))
+    assert not events_of(shell, EvictionStarted)
+    shell.feed(UnloadIdle(BY, "small"))
+    assert len(events_of(shell, EvictionStarted)) == 1
 
 
 @pytest.mark.parametrize(
@@ -314,6 +323,18 @@ def test_an_accelerator_that_is_no_more_is_retired_and_what_is_on_it_ended() -> 
     assert not list(shell.world.residents())
     assert not list(shell.world.leases())
     assert failed(lost).reason is Reason.NO_ACCELERATOR
+
+
+def test_another_size_of_a_host_is_taken_up_at_the_first_look_of_a_run() -> None:
+    shell = started(SMALL)
+    seen(shell, kind=Kind.HOST)
+    shell.crash()
+    again = VirtualShell(shell.ledger, shell.models, shell.cards, now=shell.now + 1)
+    again.sample = lambda: seen(again, kind=Kind.HOST, total_bytes=20 * GIB)  # type: ignore[method-assign]
+    again.start()
+    (revised,) = events_of(again, AcceleratorRevised)
+    assert revised.total_bytes == 20 * GIB
+    assert again.world.accelerators["GPU-0"].sample is not None
 
 
 def test_what_a_device_says_it_is_now_is_taken_up() -> None:

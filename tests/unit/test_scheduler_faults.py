@@ -229,6 +229,34 @@ def test_failed_loads_fall_back_when_their_retries_are_used_up() -> None:
     assert [e.failure for e in events_of(shell, RequestFellBack)] == [Failure.MODEL_LOAD_FAILED]
 
 
+def test_who_would_wait_for_a_back_off_in_vain_falls_back_at_once() -> None:
+    backup = replace(SMALL, deployment_id="backup", fallback_of="large")
+    shell = started(LARGE, backup)
+    shell.fail_loads.add("large")
+    number = 0
+    while shell.world.accelerators["GPU-0"].backoff.get("large", 0) - shell.now < seconds(100):
+        number += 1
+        shell.ask(f"r{number}", "large@1")
+        shell.run_for(20)
+    assert number < 40
+    late = shell.ask("late", "large@1")
+    shell.run_for(10)
+    assert completed(late)
+    assert events_of(shell, RequestFellBack)[-1].reason is Reason.LOAD_BACKOFF
+
+
+def test_who_has_waited_as_long_as_it_may_falls_back() -> None:
+    backup = replace(SMALL, deployment_id="backup", fallback_of="large")
+    shell = started(LARGE, backup, other(LARGE))
+    shell.work_ms = lambda request_id: 200_000 if request_id == "busy" else 200
+    shell.ask("busy", "other@1")
+    shell.run_for(20)
+    waiting = shell.ask("r1", "large@1")
+    shell.run_for(80)
+    assert completed(waiting)
+    assert [e.detail for e in events_of(shell, RequestFellBack)] == ["max_queue_seconds"]
+
+
 def test_a_capability_is_degraded_after_failures_in_a_row_until_it_answers() -> None:
     shell = started(SMALL)
     shell.fail_loads.add("small")
@@ -373,6 +401,21 @@ def test_a_resident_that_holds_more_than_its_envelope_makes_it_suspect_and_serve
     still = shell.ask("r2", "small@1")
     shell.run_for(20)
     assert completed(still), "what is there goes on; only a further load is not allowed"
+
+
+def test_accepting_what_a_resident_holds_covers_what_it_held_then() -> None:
+    shell = started(SMALL)
+    shell.ask("r1", "small@1")
+    shell.run_for(20)
+    ((_, record),) = shell.world.residents()
+    process = shell.processes[record.resident.resident_id]
+    for held, suspected in ((2 * GIB + 300 * MIB, 1), (2 * GIB + 300 * MIB, 1), (2 * GIB + 400 * MIB, 2)):
+        process.model = replace(process.model, idle_bytes=held, peak_bytes=held)
+        shell.run_for(20)
+        assert len(events_of(shell, EnvelopeSuspected)) == suspected
+        shell.feed(AcceptEnvelope("olga", "small"))
+        shell.run_for(20)
+        assert shell.world.deployments["small"].suspicion is None
 
 
 def test_a_corrupt_model_is_not_loaded_again_until_a_start_finds_it_whole() -> None:

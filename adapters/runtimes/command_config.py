@@ -97,7 +97,8 @@ class CommandConfig(ServerOptions):
             metrics_path=self.metrics.path,
             paths=dict[str, str](self.paths.items()),
             check_path=self.check_path or self.paths.get(_ASKED[self.task.value]),
-            check_fields=self.check_fields,
+            # OpenAI's API wants the name, and it is how clients ask.
+            check_fields={"model": self.served_name, **self.check_fields},
             sleep=calls,
         )
 

@@ -68,9 +68,11 @@ class VllmConfig(ServerOptions):
 
     @property
     def manners(self) -> Manners:
-        if self.sleep_level is None:
-            return Manners(metrics_path=self.metrics.path)
-        return Manners(metrics_path=self.metrics.path, sleep=_SLEEP[self.sleep_level])
+        return Manners(
+            metrics_path=self.metrics.path,
+            check_fields={"model": self.served_name},
+            sleep=None if self.sleep_level is None else _SLEEP[self.sleep_level],
+        )
 
     @property
     def reserved_variables(self) -> tuple[str, ...]:

@@ -3,7 +3,8 @@
     [TOKEN=...] python -I -S other_server.py PORT [ORDERS]
 
 ORDERS is a JSON object: `answer` replaces its answers, `refuse` is a status in the place of 200, `complaint` is printed
-before it ends at its start, `complain_after` ends it so in the midst of a request, `hold_bytes` it holds while awake.
+before it ends at its start, `complain_after` ends it so in the midst of a request, `hold_bytes` it holds while awake,
+`model` it has to be asked for by name.
 """
 
 from __future__ import annotations
@@ -61,6 +62,9 @@ class Handler(BaseHTTPRequestHandler):
                 self._answer(404, "")
 
     def _embed(self, document: dict[str, Any]) -> None:
+        if self.orders.get("model") not in (None, document.get("model")):
+            self._answer(400, '{"error": "model: field required"}')
+            return
         Handler.asked += 1
         if Handler.asked > self.orders.get("complain_after", Handler.asked):
             self._complain("RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB")

@@ -178,6 +178,17 @@ async def test_its_check_can_have_fields_and_a_schema_of_its_own(tmp_path: Path)
     assert (fault.failure, fault.detail) == (Failure.INVALID_OUTPUT, "schema_violated")
 
 
+async def test_its_check_names_the_model_as_clients_do(tmp_path: Path) -> None:
+    """OpenAI's API requires it, and some servers insist."""
+    named = config_for({"model": "rag.embedding@1"}, served_name="rag.embedding@1")
+    async with loaded(tmp_path, named):
+        pass
+    fault = await failed_load(tmp_path, config_for({"model": "rag.embedding@1"}, served_name="other"))
+    assert (fault.failure, fault.detail) == (Failure.HEALTHCHECK_FAILED, "http_status_400")
+    async with loaded(tmp_path, config_for({"model": "own"}, served_name="other", check_fields={"model": "own"})):
+        pass
+
+
 async def test_an_answer_of_another_form_is_none(tmp_path: Path) -> None:
     fault = await failed_load(tmp_path, config_for({"answer": [[1.0, 2.0]]}))
     assert (fault.failure, fault.detail) == (Failure.INVALID_OUTPUT, "embedding_malformed")

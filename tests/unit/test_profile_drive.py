@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from gpuledger.adapters.runtimes.config import ReferenceConfig, RuntimeConfig
+from gpuledger.adapters.runtimes.config import CommandConfig, ReferenceConfig, RuntimeConfig, VllmConfig
 from gpuledger.adapters.runtimes.options import Manners
 from gpuledger.domain.failures import Failure
 from gpuledger.domain.ports import Endpoint, RuntimeFault
@@ -142,6 +142,21 @@ async def test_it_is_asked_where_and_how_it_wants_to_be_asked() -> None:
     assert {path for path, _ in it.asked} == {"/embed"}
     assert {json.loads(body)["model"] for _, body in it.asked} == {"m"}
     assert not any(json.loads(body)["input"] == "of the check" for _, body in it.asked)
+
+
+@pytest.mark.parametrize("task", ["embedding", "rerank", "chat", "transcription"])
+async def test_every_request_names_the_model_as_clients_do(task: str) -> None:
+    """OpenAI's API requires it, and some servers insist."""
+    asked = {"task": task, "served_name": "a.name@1", "context_length": 64}
+    of_any = {"type": "command", "command": ["server", "{port}"], "version": "1", **asked}
+    of_vllm = {"type": "vllm", "model": "/models/m", **asked}
+    for runtime_config in (CommandConfig.model_validate(of_any), VllmConfig.model_validate(of_vllm)):
+        with runtime(lambda path, body: (200, b'{"usage": {"prompt_tokens": 8}}')) as it:
+            await it.driven(runtime_config)
+        assert it.asked
+        for path, body in it.asked:
+            sent = b'name="model"\r\n\r\na.name@1\r\n' if "audio" in path else b'"model":"a.name@1"'
+            assert sent in body
 
 
 async def test_pictures_are_as_many_as_are_taken() -> None:

@@ -59,6 +59,7 @@ from gpuledger.domain.policy import Priority
 from gpuledger.domain.ports import LedgerCorrupt, LedgerReader, LedgerUnavailable, Runtimes
 from gpuledger.domain.reasons import Reason
 from gpuledger.domain.scheduler import renewal_interval_ms
+from gpuledger.domain.state import ResidentState
 from gpuledger.domain.units import MICROS_PER_MS, milliseconds
 from gpuledger.domain.world import World
 
@@ -172,6 +173,7 @@ class RequestDesk:
             Condition("admitting", self.gate.cause is None, self.gate.detail),
             Condition("ledger", trouble is None, trouble or "writable"),
             _sight(self._engine.world, self._engine.now()),
+            _welcome(self._engine.world),
             _fare(self._engine.world),
         )
 
@@ -427,6 +429,33 @@ def _sight(world: World, now: int) -> Condition:
     ]
     detail = "; ".join(unseen) or ("fresh" if live else "no accelerator was found")
     return Condition("telemetry", len(unseen) < len(live), detail)
+
+
+def _welcome(world: World) -> Condition:
+    """Nodes that take work. One is enough; one that drains takes none, and a cordoned one only on what it has."""
+    told: list[str] = []
+    here = {state.node_id for state in world.accelerators.values() if not state.retired}
+    for node_id, node in sorted(world.nodes.items()):
+        if node_id not in here:
+            continue
+        if node.leaves:
+            told.append(f"{node_id} drains")
+        elif node.cordoned and not _has_active(world, node_id):
+            told.append(f"{node_id} is cordoned, and nothing is loaded there")
+        else:
+            return Condition("nodes", True, "open")
+    # Without any accelerator it is telemetry that says so.
+    return Condition("nodes", not told, "; ".join(told) or "open")
+
+
+def _has_active(world: World, node_id: str) -> bool:
+    """Whether a model is loaded there, or about to be: a cordon lets work begin on those only."""
+    return any(
+        record.resident.state in (ResidentState.LOADING, ResidentState.READY)
+        for state in world.accelerators.values()
+        if state.node_id == node_id and not state.retired
+        for record in state.residents.values()
+    )
 
 
 def _fare(world: World) -> Condition:

@@ -1,4 +1,4 @@
-"""What `/readyz` says of a capability that fails again and again: it is named, and requests still come."""
+"""What `/readyz` says of nodes that take no work, and of a capability that fails again and again."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 
 from gpuledger.adapters.http.ports import Condition, Ending, Granted, Refused
 from gpuledger.domain.failures import Failure
+from gpuledger.domain.messages import CordonNode, DrainNode, UncordonNode
 from gpuledger.domain.ports import RuntimeFault
 from tests.unit.shells import Shell, shell
 
@@ -15,6 +16,10 @@ pytestmark = pytest.mark.anyio
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+def nodes(served: Shell) -> Condition:
+    return next(one for one in served.running.desk.conditions() if one.name == "nodes")
 
 
 def fare(served: Shell) -> Condition:
@@ -36,3 +41,29 @@ async def test_a_degraded_capability_is_named_until_it_answers() -> None:
         assert "emb@1" in fare(served).detail, "a load is no answer"
         desk.end(granted.request_id, Ending(200, 5, 100))
         await served.until(lambda: fare(served).detail == "none is degraded")
+
+
+async def test_a_server_whose_only_node_drains_is_not_ready_until_it_takes_work_again() -> None:
+    async with shell() as served:
+        engine = served.running.engine
+        assert nodes(served) == Condition("nodes", True, "open")
+        await engine.ask(DrainNode("ann", "local"))
+        assert nodes(served) == Condition("nodes", False, "local drains")
+        assert isinstance(await served.running.desk.submit(served.question()), Refused)
+        await engine.ask(UncordonNode("ann", "local"))
+        assert nodes(served).holds
+        assert isinstance(await served.running.desk.submit(served.question()), Granted)
+
+
+async def test_a_cordoned_node_is_ready_for_as_long_as_something_is_loaded_there() -> None:
+    async with shell() as served:
+        desk, engine = served.running.desk, served.running.engine
+        await engine.ask(CordonNode("ann", "local"))
+        assert nodes(served) == Condition("nodes", False, "local is cordoned, and nothing is loaded there")
+        await engine.ask(UncordonNode("ann", "local"))
+        granted = await desk.submit(served.question())
+        assert isinstance(granted, Granted)
+        desk.end(granted.request_id, Ending(200, 5, 100))
+        await engine.ask(CordonNode("ann", "local"))
+        assert nodes(served).holds
+        assert isinstance(await desk.submit(served.question()), Granted)

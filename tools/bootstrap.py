@@ -23,11 +23,12 @@ from gpuledger.adapters.telemetry.host_memory import HostMeter
 from gpuledger.adapters.telemetry.node import NodeTelemetry
 from gpuledger.adapters.telemetry.nvml import NvmlSource, probe
 from gpuledger.adapters.telemetry.source import Source
+from gpuledger.adapters.telemetry.xids import is_xid
 from gpuledger.adapters.tokens import FILE_NAME, Token, TokensUnusable, TokenWatch
 from gpuledger.domain.configuration import ClientSpec, Configuration
 from gpuledger.domain.document_problems import DocumentError, Problem, at
 from gpuledger.domain.events import DeploymentSpec
-from gpuledger.domain.ports import Clock, Ledger, RuntimeFacts, RuntimeFault, Runtimes, Telemetry
+from gpuledger.domain.ports import Ledger, RuntimeFacts, RuntimeFault, Runtimes, Telemetry
 from gpuledger.domain.state import Kind
 from gpuledger.domain.world import World
 
@@ -45,7 +46,7 @@ class Parts:
     """
 
     ledger: Ledger
-    clock: Clock
+    clock: LedgerClock
     telemetry: Telemetry
     runtimes: Runtimes
     world: World
@@ -79,7 +80,8 @@ def _sources(config: Config, world: World) -> list[Source]:
         sources.append(HostSource(config.document.node.id, limit_bytes=limit))
     if _watches_gpus(config):
         meter = HostMeter(limit_bytes=limit)
-        sources.append(NvmlSource(config.nvml_library, host=meter, known=_known_gpus(config, world)))
+        known, mark = _known_gpus(config, world), newest_xid_mark(world)
+        sources.append(NvmlSource(config.nvml_library, host=meter, known=known, newest_mark=mark))
     return sources
 
 
@@ -110,6 +112,16 @@ def _known_gpus(config: Config, world: World) -> list[str]:
         for accelerator_id, state in world.accelerators.items()
         if state.node_id == config.document.node.id and state.accelerator.kind is Kind.GPU and not state.retired
     ]
+
+
+def newest_xid_mark(world: World) -> int:
+    """Of all Xids that the ledger knows of, those that were cleared among them; 0 for none."""
+    marks = [0]
+    for state in world.accelerators.values():
+        if state.fault is not None and is_xid(state.fault.cause):
+            marks.append(state.fault.mark)
+        marks.extend(mark for cause, mark in state.cleared.items() if is_xid(cause))
+    return max(marks)
 
 
 def clients_of(config: Config, tokens: Tokens = tuple[Token, ...]) -> Clients:

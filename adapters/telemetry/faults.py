@@ -23,6 +23,8 @@ class FaultCode(StrEnum):
     MIG_MEMORY_SHARED = "MIG_MEMORY_SHARED"
     #: A second GPU without memory of its own: one memory, which is offered by the first.
     UNIFIED_MEMORY_SHARED = "UNIFIED_MEMORY_SHARED"
+    #: A card whose UUID is that of another one, or no name at all: nobody could be sent to it.
+    UUID_UNUSABLE = "UUID_UNUSABLE"
     #: The driver counts fewer cards than before, and this one is not among them.
     GPU_VANISHED = "GPU_VANISHED"
 

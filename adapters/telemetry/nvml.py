@@ -119,6 +119,7 @@ class NvmlSource:
         *,
         host: HostMeter | None = None,
         known: Iterable[str] = (),
+        newest_mark: int = 0,
         retry_ms: int = 5_000,
         refresh_ms: int = 60_000,
         monotonic_ns: Callable[[], int] = time.monotonic_ns,
@@ -127,15 +128,16 @@ class NvmlSource:
         """`library`: configuration key `nvml_library`, a path instead of what the loader finds.
 
         `host` measures a GPU that has no memory but the host's. `known`: GPUs and instances that earlier runs had, so
-        that one which is missing is told as gone or vanished. A session is begun at most every `retry_ms`. While a
-        card is gone and others answer, it is begun anew only every `refresh_ms`: without persistence mode that
-        re-initialises the healthy cards, for seconds. `clock_us`: marks of Xids.
+        that one which is missing is told as gone or vanished; `newest_mark`: of the Xids of earlier runs. A session is
+        begun at most every `retry_ms`. While a card is gone and others answer, it is begun anew only every
+        `refresh_ms`: without persistence mode that re-initialises the healthy cards, for seconds. `clock_us`: marks of
+        Xids.
         """
         self._session = NvmlSession(NvmlBinding(library), retry_ms, refresh_ms, monotonic_ns)
         self._binding = self._session.binding
         self._host = HostMeter() if host is None else host
         self._layouts = LayoutReader(self._binding, known)
-        self._xids = XidWatch(self._binding, clock_us)
+        self._xids = XidWatch(self._binding, clock_us, newest_mark)
         self._health = HealthReader(self._binding, self._xids)
         self._book = ProcessBook()
         #: The one accelerator that stands for the host's memory.

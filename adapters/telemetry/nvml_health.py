@@ -11,6 +11,7 @@ from typing import Final
 
 from gpuledger.domain.ports import HealthFault
 from gpuledger.domain.state import Health
+from gpuledger.domain.units import MAX_INTEGER
 
 from .faults import HealthCause
 from .nvml_binding import Device, NvmlBinding, offered
@@ -51,6 +52,8 @@ class HealthReader:
         errors = offered(self._binding.uncorrected_errors, device) or 0
         if errors:
             lifetime = offered(self._binding.lifetime_uncorrected_errors, device) or 0
-            yield HealthFault(Health.DEGRADED, str(HealthCause.ECC_UNCORRECTED), max(errors, lifetime))
+            # Some driver counts beyond all that can be written down: such a count is as great as any.
+            mark = min(max(errors, lifetime), MAX_INTEGER)
+            yield HealthFault(Health.DEGRADED, str(HealthCause.ECC_UNCORRECTED), mark)
         if rows is not None and rows.pending:
             yield HealthFault(Health.DEGRADED, str(HealthCause.ROW_REMAP_PENDING), rows.remapped + 1)

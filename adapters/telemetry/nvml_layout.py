@@ -7,12 +7,14 @@ an error is a fault, and so is a card that has vanished.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from gpuledger.domain.ports import TelemetryFault
 from gpuledger.domain.state import Health
+from gpuledger.domain.units import ID_PATTERN
 
 from . import nvml_binding as nvml
 from .faults import FaultCode, fault
@@ -22,6 +24,8 @@ from .nvml_faults import fault_of
 #: An instance has the index (index of its card + 1) * this + its GPU instance id: like no card's, like no other
 #: instance's, and the same while it lives. Ids of GPU instances are below 16, and a machine has fewer cards than this.
 INSTANCE_INDEX_STEP: Final = 100
+#: What an accelerator can be called: by anything else it could be told neither to a runtime nor to the ledger.
+_UUID: Final = re.compile(ID_PATTERN)
 #: How the UUID of an instance begins, and that of a card does not.
 _INSTANCE_PREFIX: Final = "MIG-"
 #: What is gone is told in every sample, since the one that told it first may be lost: so many, the newest.
@@ -104,7 +108,7 @@ class LayoutReader:
 
     def read(self) -> Layout:
         """Raises NvmlError when the driver as a whole does not answer; a card that does not is a fault."""
-        cards, silent = self._cards()
+        cards, silent, nameless = self._cards()
         partitions = {card.uuid: self._partition(card) for card in cards}
         places = tuple(place for card in cards for place in partitions[card.uuid].places)
         shared = [one for partition in partitions.values() for one in partition.shared]
@@ -119,24 +123,34 @@ class LayoutReader:
         return Layout(
             cards=tuple(cards),
             places=places,
-            faults=(*faults, *(fault(one, FaultCode.MIG_MEMORY_SHARED) for one in shared)),
+            faults=(
+                *faults,
+                *(fault(one, FaultCode.MIG_MEMORY_SHARED) for one in shared),
+                *(fault(None, FaultCode.UUID_UNUSABLE) for _ in range(nameless)),
+            ),
             gone=tuple(self._gone),
             failing=bool(silent) or vanished or any(_may_mend(one.error) for one in partitions.values()),
         )
 
     # ---- cards and their instances ----
 
-    def _cards(self) -> tuple[list[Card], dict[int, NvmlError]]:
-        """The cards that answer, and by index why others do not."""
+    def _cards(self) -> tuple[list[Card], dict[int, NvmlError], int]:
+        """The cards that answer, by index why others do not, and how many have no name of their own."""
+        nameless = 0
         cards: list[Card] = []
         silent: dict[int, NvmlError] = {}
         for index in range(self._binding.device_count()):
             try:
                 device = self._binding.device(index)
-                cards.append(Card(self._binding.uuid(device), index, self._binding.name(device), device))
+                card = Card(self._binding.uuid(device), index, self._binding.name(device), device)
             except NvmlError as error:
                 silent[index] = error
-        return cards, silent
+                continue
+            if _UUID.fullmatch(card.uuid) is None or any(card.uuid == other.uuid for other in cards):
+                nameless += 1
+            else:
+                cards.append(card)
+        return cards, silent, nameless
 
     def _partition(self, card: Card) -> _Partition:
         """In a container a card may not say whether it is partitioned; its instances tell, and without them nothing."""

@@ -37,7 +37,8 @@ def wall_us() -> int:
 class XidWatch:
     """The event sets of a session, one for each card, and what came out of them. For one thread."""
 
-    def __init__(self, binding: NvmlBinding, clock_us: Callable[[], int] = wall_us) -> None:
+    def __init__(self, binding: NvmlBinding, clock_us: Callable[[], int] = wall_us, newest_mark: int = 0) -> None:
+        """`newest_mark`: of earlier runs. A clock that was ahead makes nothing that happens now older."""
         self._binding = binding
         self._clock_us = clock_us
         self._session = 0
@@ -49,7 +50,7 @@ class XidWatch:
         self._instances: dict[str, dict[int, str]] = {}
         #: card or instance -> Xid -> mark of the newest one.
         self._seen: dict[str, dict[int, int]] = {}
-        self._mark = 0
+        self._mark = newest_mark
 
     def drain(self, session: int) -> None:
         """Take what has happened since the sample before; sets of an earlier session went with it."""

@@ -36,8 +36,14 @@ FATAL_XIDS: Final[Mapping[int, str]] = {
     156: "a part of the chip was retired, which takes effect with a reset",
     158: "a fatal timeout of the GPU",
 }
+_WORD: Final = "XID_"
 
 
 def cause_of(xid: int) -> str:
     """The word under which a fatal Xid stands in the ledger."""
-    return f"XID_{xid}"
+    return f"{_WORD}{xid}"
+
+
+def is_xid(cause: str) -> bool:
+    """Whether a cause is one of these."""
+    return cause.startswith(_WORD)

@@ -46,11 +46,13 @@ class Wall:
 class Bench:
     """A driver, the telemetry on it, and the time between samples (5 s, as the policy has it)."""
 
-    def __init__(self, shim: NvmlShim, known: Iterable[str] = ()) -> None:
+    def __init__(self, shim: NvmlShim, known: Iterable[str] = (), newest_mark: int = 0) -> None:
         self.shim = shim
         self.clock = Monotonic()
         self.wall = Wall()
-        source = NvmlSource(str(shim.library), monotonic_ns=self.clock, clock_us=self.wall, known=known)
+        source = NvmlSource(
+            str(shim.library), monotonic_ns=self.clock, clock_us=self.wall, known=known, newest_mark=newest_mark
+        )
         self.telemetry = NodeTelemetry([source])
 
     def sample(self, managed: Sequence[ManagedProcess] = (), after_ms: int = 5_000) -> NodeReading:

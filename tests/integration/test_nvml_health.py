@@ -16,6 +16,7 @@ from gpuledger.adapters.telemetry.xids import FATAL_XIDS, cause_of
 from gpuledger.domain.aggregates.accelerator import is_of_device
 from gpuledger.domain.ports import AcceleratorReading
 from gpuledger.domain.state import Health
+from gpuledger.domain.units import MAX_INTEGER
 from tests.integration.nvml_bench import ONE, OTHER, A, B, Bench, faults, uuids
 from tests.shim import NvmlShim, ShimCard, ShimXid
 
@@ -40,6 +41,9 @@ def happened(*codes: int) -> ShimCard:
         (replace(ONE, ecc_errors=0, remap=(False, False), remapped_rows=3), (Health.HEALTHY, "", 0)),
         (replace(ONE, ecc_errors=1), (Health.DEGRADED, "ECC_UNCORRECTED", 1)),
         (replace(ONE, ecc_errors=1, ecc_lifetime=9), (Health.DEGRADED, "ECC_UNCORRECTED", 9)),
+        # Beyond what can be written down.
+        (replace(ONE, ecc_errors=2**63 - 1), (Health.DEGRADED, "ECC_UNCORRECTED", MAX_INTEGER)),
+        (replace(ONE, ecc_errors=1, ecc_lifetime=2**63 - 1), (Health.DEGRADED, "ECC_UNCORRECTED", MAX_INTEGER)),
         (replace(ONE, ecc_errors=0, ecc_lifetime=9), (Health.HEALTHY, "", 0)),
         (replace(ONE, remap=(True, False), remapped_rows=2), (Health.DEGRADED, "ROW_REMAP_PENDING", 3)),
         (replace(ONE, remap=(False, True)), (Health.FAILED, "ROW_REMAP_FAILED", 1)),
@@ -162,6 +166,19 @@ def test_a_mark_is_the_wall_clock_so_that_it_grows_over_restarts(shim: NvmlShim)
         marks.append(bench.reading().health_mark)
         bench.telemetry.close()
     assert marks[1] > marks[0]
+
+
+def test_marks_grow_over_a_restart_though_the_clock_was_ahead_before(shim: NvmlShim) -> None:
+    """What an operator cleared then would else hide what happens from now on, for years."""
+    ahead = 4_000_000_000_000_000
+    bench = Bench(shim, known=[A], newest_mark=ahead)
+    try:
+        shim.set([ONE])
+        bench.sample()
+        shim.set([happened(48)])
+        assert bench.reading().health_mark == ahead + 1
+    finally:
+        bench.telemetry.close()
 
 
 def test_what_happened_before_we_watched_is_not_known(bench: Bench) -> None:

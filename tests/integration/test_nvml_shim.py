@@ -114,6 +114,17 @@ def test_a_card_that_cannot_be_scheduled_says_why(bench: Bench, card: ShimCard, 
     assert uuids(sample) == [B]
 
 
+@pytest.mark.parametrize("uuid", [A, "GPU bad", "\u00e9", "-GPU"])
+def test_a_card_without_a_name_of_its_own_blinds_no_other(bench: Bench, uuid: str) -> None:
+    """A second one of the same name, and one whose name the ledger could not take."""
+    bench.shim.set([ONE, replace(OTHER, uuid=uuid)])
+
+    sample = bench.sample()
+
+    assert faults(sample) == {(None, "UUID_UNUSABLE", None)}
+    assert [(one.accelerator_id, one.device_name) for one in sample.accelerators] == [(A, ONE.name)]
+
+
 # ---- whose memory it is -----------------------------------------------------------------------------------------
 
 

@@ -25,6 +25,7 @@ from .failures import EMPTY_SHA256, Failure, owner_of
 from .planner import PlacementPlan
 from .reasons import Reason
 from .units import CapabilityId
+from .world import World
 
 #: After a GPU_OOM a request is planned again once, whatever the policy says of other failures (semantics.md 8).
 OOM_RETRIES: Final = 1
@@ -181,16 +182,18 @@ def fall_back(
 ) -> bool:
     """The contract's fallback: plan it for the next rank, where there is one (semantics.md 5). Says whether."""
     question = request.question
-    if question.fallback_rank >= FALLBACK_RANK or request.operation == "warm":
-        return False
-    served = any(
-        not one.retired and one.spec.capability == question.capability and one.spec.fallback_rank == FALLBACK_RANK
-        for one in draft.world.deployments.values()
-    )
-    if not served:
+    if request.operation == "warm" or not has_fallback(draft.world, question.capability, question.fallback_rank):
         return False
     draft.on_request(
         question.request_id,
         RequestFellBack(question.request_id, draft.now, FALLBACK_RANK, reason, failure, detail),
     )
     return True
+
+
+def has_fallback(world: World, capability: CapabilityId, rank: int) -> bool:
+    """Whether its contract has a rank after this one (semantics.md 5)."""
+    return rank < FALLBACK_RANK and any(
+        not one.retired and one.spec.capability == capability and one.spec.fallback_rank == FALLBACK_RANK
+        for one in world.deployments.values()
+    )

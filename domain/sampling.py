@@ -18,6 +18,7 @@ from .events import (
     AcceleratorRegistered,
     AcceleratorRetired,
     AcceleratorRevised,
+    ClockStepped,
     PressureChanged,
     ResidencyMaterialized,
     SampledAccelerator,
@@ -36,21 +37,28 @@ from .units import milliseconds
 #: A total that differs from the registered one is believed after so many samples in a row (semantics.md 1: "stays").
 CHANGED_TOTAL_SAMPLES: Final = 3
 TOTAL_CHANGED: Final = "TOTAL_CHANGED"
+#: After the end of a process its memory comes back "in tens to hundreds of milliseconds" (runtimes.md).
+LINGERING_MS: Final = 500
 
 _GRAVITY: Final = {Health.HEALTHY: 0, Health.DEGRADED: 1, Health.FAILED: 2, Health.LOST: 3}
 
 
 @dataclass(frozen=True, slots=True)
 class SampleTaken:
-    """One reading of one node, received now. `figures`: what each runtime says of itself."""
+    """One reading of one node, received now. `figures`: what each runtime says of itself.
+
+    `clock_skew_ms`: how far the wall clock of the node is ahead of the ledger's, in milliseconds.
+    """
 
     node_id: str
     reading: NodeReading
     figures: Mapping[str, RuntimeFigures]
+    clock_skew_ms: int = 0
 
 
 def record_sample(draft: Draft, taken: SampleTaken) -> None:
     """Append what one reading says: new devices, the sample, levels of pressure, health, memory that materialized."""
+    _record_skew(draft, taken)
     _register_devices(draft, taken)
     observed_at = draft.now - milliseconds(taken.reading.age_ms)
     sampled = tuple(_judge(draft, taken, reading, observed_at) for reading in taken.reading.accelerators)
@@ -78,6 +86,20 @@ def record_sample(draft: Draft, taken: SampleTaken) -> None:
         further = (DeviceFault(one.health, one.cause, one.mark) for one in reading.further_faults)
         _record_health(draft, reading.accelerator_id, told, *further)
         _revise(draft, reading)
+
+
+def _record_skew(draft: Draft, taken: SampleTaken) -> None:
+    """When the clocks came apart, or together: a skewed wall clock is a warning, never the death of a node (1)."""
+    node = draft.world.nodes.get(taken.node_id)
+    allowed_ms = draft.world.policy.max_clock_skew_seconds * 1000
+    if node is None:
+        return
+    known_ms = node.clock_skew_ms
+    apart_ms = taken.clock_skew_ms if abs(taken.clock_skew_ms) > allowed_ms else 0
+    # While the difference is made up for it shrinks; only one that grows, or turns round, is another step.
+    further = abs(apart_ms) > abs(known_ms) + allowed_ms or apart_ms * known_ms < 0
+    if (apart_ms == 0) != (known_ms == 0) or further:
+        draft.emit(stream_name(StreamKind.NODE, taken.node_id), ClockStepped(taken.node_id, apart_ms))
 
 
 # ---- devices ----------------------------------------------------------------------------------------------------
@@ -273,8 +295,9 @@ def _attribute_one(
     alive = seen is not None and seen.alive
     readable = seen is not None and seen.used_bytes is not None
     if seen is None or not alive or readable:
-        # A process that is not there holds nothing, except where memory is not attributed by process at all.
         figure = seen.used_bytes if seen is not None and seen.used_bytes is not None and alive else 0
+        if not alive:
+            figure = _lingering_bytes(draft, record, used_bytes)
         estimated = not alive and _lingers(draft.world.policy, record, used_bytes)
         return SampledResident(
             resident_id=resident.resident_id,
@@ -294,6 +317,22 @@ def _attribute_one(
         waiting_requests=told.waiting,
         cache_use_bp=told.cache_use_bp,
     )
+
+
+def _lingering_bytes(draft: Draft, record: ResidentRecord, used_bytes: int) -> int:
+    """What the device does not show free yet of a process that has just gone: it is ours until then (semantics.md 2).
+
+    A process that is not there holds nothing; but its memory comes back a moment later, and is no pressure meanwhile.
+    """
+    eviction = record.eviction
+    if eviction is None or eviction.sleeps or eviction.used_bytes is None:
+        return 0
+    if eviction.gone_at is not None and draft.now > eviction.gone_at + milliseconds(LINGERING_MS):
+        return 0
+    left_bytes = eviction.attributed_bytes - (eviction.used_bytes - used_bytes)
+    if left_bytes <= draft.world.policy.reclaim_tolerance_bytes:
+        return 0
+    return min(left_bytes, record.resident.attributed_bytes)
 
 
 def _lingers(policy: Policy, record: ResidentRecord, used_bytes: int) -> bool:

@@ -545,7 +545,9 @@ def _to_be_seen(world: World, state: AcceleratorState) -> Iterator[int | None]:
 
 
 def _half_confirmed(record: ResidentRecord) -> bool:
-    return record.eviction is not None and record.eviction.gone_samples > 0
+    """Another sample soon may show that it is over."""
+    eviction = record.eviction
+    return eviction is not None and (eviction.gone_samples > 0 or eviction.gone_at is not None)
 
 
 def _wake_at(world: World, now: int) -> int | None:

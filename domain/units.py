@@ -83,6 +83,7 @@ PositiveBytes: TypeAlias = Annotated[int, Field(ge=1, le=MAX_INTEGER)]
 BasisPoints: TypeAlias = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
 #: Bounded at about 31 years, so that an instant (before 9900) plus some durations can still be written.
 Milliseconds: TypeAlias = Annotated[int, Field(ge=0, le=10**12)]
+SignedMilliseconds: TypeAlias = Annotated[int, Field(ge=-(10**12), le=10**12)]
 Seconds: TypeAlias = Annotated[int, Field(ge=0, le=10**9)]
 Count: TypeAlias = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
 Sha256Hex: TypeAlias = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]

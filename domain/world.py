@@ -26,6 +26,7 @@ from .events import (
     ClientRegistered,
     ClientRevised,
     ClientRevoked,
+    ClockStepped,
     ConfigurationApplied,
     DeploymentRegistered,
     DeploymentRetired,
@@ -229,6 +230,7 @@ def _apply(world: World, stream: str, data: Event) -> World:
             | NodeUncordoned()
             | NodeDrainStarted()
             | NodeDrainCompleted()
+            | ClockStepped()
         ):
             return _apply_to_node(world, data)
         case PolicyRevised():
@@ -434,6 +436,8 @@ def _helps_queue(before: World, after: World, data: Event) -> bool:
         case ResidentProcessStarted() | ResidencyMaterialized() | FailureRecorded() | LedgerOpened():
             return False
         case CapabilityDegraded() | CapabilityRecovered() | ThrashingDetected() | ConfigurationApplied():
+            return False
+        case ClockStepped():
             return False
         case ClientRegistered() | ClientRevised() | ClientRevoked():
             return False

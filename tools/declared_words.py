@@ -14,6 +14,7 @@ from gpuledger.domain.events import (
     ClientRegistered,
     ClientRevised,
     ClientRevoked,
+    ClockStepped,
     ConfigurationApplied,
     DeploymentRegistered,
     DeploymentRetired,
@@ -52,7 +53,13 @@ OfScheduler: TypeAlias = (
     | ClientRevoked
 )
 OfNode: TypeAlias = (
-    NodeRegistered | ConfigurationApplied | NodeCordoned | NodeUncordoned | NodeDrainStarted | NodeDrainCompleted
+    NodeRegistered
+    | ConfigurationApplied
+    | ClockStepped
+    | NodeCordoned
+    | NodeUncordoned
+    | NodeDrainStarted
+    | NodeDrainCompleted
 )
 OfDevice: TypeAlias = (
     AcceleratorRegistered
@@ -120,6 +127,11 @@ def told_of_node(data: OfNode) -> str:
         case NodeDrainStarted():
             why = f"by {data.by}" if data.by is not None else f"for {data.cause}"
             return f"the node {data.node_id} is drained {why}: no work begins there"
+        case ClockStepped(skew_ms=0):
+            return f"the clock of {data.node_id} and that of the ledger agree again"
+        case ClockStepped():
+            where = "ahead of" if data.skew_ms > 0 else "behind"
+            return f"the clock of {data.node_id} is {abs(data.skew_ms)} ms {where} that of the ledger"
         case NodeDrainCompleted():
             return f"nothing is left on {data.node_id}"
         case _:

@@ -37,6 +37,8 @@ BAD_INPUT: Final = 2
 READER_GONE: Final = 1
 
 #: Where a configuration is looked for when none is named.
+#: Beyond this the wall clock is not the scheduler's any more; below it the difference is the time that a write takes.
+CLOCKS_APART_MICROS: Final = 2_000_000
 USUAL_CONFIGS: Final = (Path("gpuledger.yaml"), Path("var/gpuledger.yaml"))
 _CONFIG_SUFFIXES: Final = frozenset({".yaml", ".yml"})
 
@@ -92,10 +94,15 @@ class Target:
         )
 
     def now(self) -> int:
-        """The instant that ages are told for: the wall clock's, or the newest event's where that is ahead of it."""
+        """The instant that ages are told for: the wall clock's, or the newest event's where that is ahead of it.
+
+        The wall clock may have been set since the scheduler started: its own is then as far from it as the newest
+        event is from the time at which its file was written.
+        """
         head = self.reader.head()
-        newest = self.reader.read(head - 1, 1) if head else ()
-        return max([wall_now(), *(event.at for event in newest)])
+        newest_at = max((event.at for event in (self.reader.read(head - 1, 1) if head else ())), default=0)
+        skew = 0 if self.is_export or holder(self.path) is None else _written_at(self.path) - newest_at
+        return max(wall_now() - (skew if abs(skew) > CLOCKS_APART_MICROS else 0), newest_at)
 
     def world(self) -> World:
         """The state at the head, by way of a snapshot where there is one. Raises LedgerUnavailable, LedgerCorrupt."""
@@ -104,6 +111,12 @@ class Target:
     def snapshot(self) -> Snapshot | None:
         """A state that a scheduler folded and kept beside its ledger. Raises LedgerUnavailable, LedgerCorrupt."""
         return self.reader.load_snapshot() if isinstance(self.reader, SqliteLedger) else None
+
+
+def _written_at(path: Path) -> int:
+    """When a ledger was written to last, by the wall clock, in microseconds."""
+    files = (path, path.with_name(f"{path.name}-wal"))
+    return max(file.stat().st_mtime_ns for file in files if file.exists()) // 1000
 
 
 def wall_now() -> int:

@@ -83,7 +83,7 @@ class Running:
         self._ended: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
         node_id = config.document.node.id
         self.engine = Engine(Scheduler(node_id), parts.ledger, parts.clock, parts.world)
-        self.sampler = Sampler(self.engine, parts.telemetry, parts.runtimes, node_id)
+        self.sampler = Sampler(self.engine, parts.telemetry, parts.runtimes, node_id, parts.clock.skew_ms)
         self.effects = Effects(self.engine, parts.runtimes, self.sampler.hurry)
         self.watch = Watch()
         bindings = {client.id: Binding(client.priority, client.lab) for client in config.document.clients}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -44,11 +44,15 @@ _log = structlog.get_logger(__name__)
 class Sampler:
     """A listener of the engine, and the task that takes samples: as soon as one is wanted, else at an interval."""
 
-    def __init__(self, engine: Engine, telemetry: Telemetry, runtimes: Runtimes, node_id: str) -> None:
+    def __init__(
+        self, engine: Engine, telemetry: Telemetry, runtimes: Runtimes, node_id: str, skew_ms: Callable[[], int]
+    ) -> None:
+        """`skew_ms`: how far the wall clock is ahead of the ledger's."""
         self._engine = engine
         self._telemetry = telemetry
         self._runtimes = runtimes
         self._node_id = node_id
+        self._skew_ms = skew_ms
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gpuledger-telemetry")
         self._alone = asyncio.Lock()
         self._wake = asyncio.Event()
@@ -130,7 +134,9 @@ class Sampler:
         def taken() -> SampleTaken:
             """Made when it is decided on: its age is what it is then."""
             age_ms = -(-(time.monotonic_ns() - started_ns) // _NANOS_PER_MS)
-            return SampleTaken(self._node_id, replace(reading, age_ms=max(age_ms, reading.age_ms)), figures)
+            return SampleTaken(
+                self._node_id, replace(reading, age_ms=max(age_ms, reading.age_ms)), figures, self._skew_ms()
+            )
 
         try:
             await self._engine.ask(taken)

@@ -16,6 +16,7 @@ from gpuledger.domain.events import (
     CapabilityRecovered,
     ClientRevised,
     ClientRevoked,
+    ClockStepped,
     ConfigurationApplied,
     DeploymentRetired,
     DeploymentRevised,
@@ -88,6 +89,7 @@ _FOR_ALL: Final = (
     NodeUncordoned,
     NodeDrainStarted,
     NodeDrainCompleted,
+    ClockStepped,
     ProfilingStarted,
     ProfilingEnded,
 )

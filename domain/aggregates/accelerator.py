@@ -85,7 +85,8 @@ MAX_THRASHING: Final = 16
 class Eviction:
     """An eviction under way, and the evidence so far that it is finished (semantics.md 7).
 
-    With `sleeps` the process stays, and it is finished when no more than `left_bytes` are shown.
+    With `sleeps` the process stays, and it is finished when no more than `left_bytes` are shown. `gone_at`: when a
+    sample first showed that the process has gone.
     """
 
     cause: EvictionCause
@@ -96,6 +97,7 @@ class Eviction:
     gone_samples: int = 0
     sleeps: bool = False
     left_bytes: int = 0
+    gone_at: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +282,7 @@ def observe(
     for seen in sampled.residents:
         record = residents.get(seen.resident_id)
         if record is not None:
-            residents[seen.resident_id] = _seen(record, seen)
+            residents[seen.resident_id] = _seen(record, seen, observed_at)
     return replace(
         state,
         residents=residents,
@@ -306,7 +308,7 @@ def miss(state: AcceleratorState, code: str) -> AcceleratorState:
     return replace(state, sample=None, missed=code)
 
 
-def _seen(record: ResidentRecord, seen: SampledResident) -> ResidentRecord:
+def _seen(record: ResidentRecord, seen: SampledResident, observed_at: int) -> ResidentRecord:
     """A resident as a sample shows it. Most show it as the one before did, and samples are most of a ledger."""
     known, eviction = record.resident, record.eviction
     told = (record.waiting_requests, record.cache_use_bp)
@@ -321,8 +323,11 @@ def _seen(record: ResidentRecord, seen: SampledResident) -> ResidentRecord:
         running_requests=seen.running_requests,
     )
     if eviction is not None:
-        gone = _is_done(eviction, seen)
-        eviction = replace(eviction, gone_samples=eviction.gone_samples + 1 if gone else 0)
+        eviction = replace(
+            eviction,
+            gone_samples=eviction.gone_samples + 1 if _is_done(eviction, seen) else 0,
+            gone_at=observed_at if eviction.gone_at is None and not seen.alive else eviction.gone_at,
+        )
     return replace(
         record,
         resident=resident,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias, assert_never
 
 from ..events import (
+    ClockStepped,
     ConfigurationApplied,
     NodeCordoned,
     NodeDrainCompleted,
@@ -24,6 +25,7 @@ NodeEvent: TypeAlias = (
     | NodeUncordoned
     | NodeDrainStarted
     | NodeDrainCompleted
+    | ClockStepped
     | SchedulerStarted
     | SchedulerStopped
 )
@@ -34,7 +36,8 @@ class NodeState:
     """`running`: a scheduler drives it now. `draining_for_shutdown` ends with the next start.
 
     `cordoned` and `draining` are an operator's, and stand until it takes them back; `drained`: nothing is left there.
-    `applied`: the hash of each item of its configuration file that was applied last.
+    `applied`: the hash of each item of its configuration file that was applied last. `clock_skew_ms`: how far its wall
+    clock was ahead of the ledger's when that was recorded last.
     """
 
     node_id: str
@@ -48,6 +51,7 @@ class NodeState:
     draining: bool = False
     drained: bool = False
     applied: Mapping[str, str] = field(default_factory=dict[str, str])
+    clock_skew_ms: int = 0
 
     @property
     def leaves(self) -> bool:
@@ -70,6 +74,8 @@ def evolve(state: NodeState, event: NodeEvent) -> NodeState:
             if event.cause == "shutdown":
                 return replace(state, draining_for_shutdown=True)
             return replace(state, draining=True, drained=False)
+        case ClockStepped():
+            return replace(state, clock_skew_ms=event.skew_ms)
         case NodeDrainCompleted():
             return replace(state, drained=True)
         case SchedulerStarted():

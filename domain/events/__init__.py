@@ -19,6 +19,7 @@ from .declared import (
     ClientRegistered,
     ClientRevised,
     ClientRevoked,
+    ClockStepped,
     ConfigurationApplied,
     DeploymentRegistered,
     DeploymentRetired,
@@ -94,6 +95,7 @@ __all__ = [
     "ClientRegistered",
     "ClientRevised",
     "ClientRevoked",
+    "ClockStepped",
     "ConfigurationApplied",
     "DeploymentRegistered",
     "DeploymentRetired",
@@ -173,6 +175,7 @@ Event: TypeAlias = (
     | NodeUncordoned
     | NodeDrainStarted
     | NodeDrainCompleted
+    | ClockStepped
     | AcceleratorRegistered
     | AcceleratorRevised
     | AcceleratorRetired

@@ -22,6 +22,7 @@ from ..units import (
     PositiveBytes,
     ResidentId,
     Sha256Hex,
+    SignedMilliseconds,
 )
 from .registry import Source, StreamKind, register
 
@@ -161,6 +162,21 @@ class NodeDrainStarted:
     node_id: NodeId
     cause: Literal["shutdown", "operator"]
     by: Identifier | None = None
+
+
+@register(StreamKind.NODE)
+@dataclass(frozen=True, slots=True)
+class ClockStepped:
+    """The wall clock of a node and the ledger's came apart by more than the policy allows, or together again.
+
+    `skew_ms`: how far the wall clock was ahead then. It is a warning: instants go on by a clock that nobody can set,
+    which makes up for the difference slowly.
+    """
+
+    __pydantic_config__ = DOCUMENT
+
+    node_id: NodeId
+    skew_ms: SignedMilliseconds
 
 
 @register(StreamKind.NODE)

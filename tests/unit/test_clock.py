@@ -52,6 +52,28 @@ def test_a_step_of_the_wall_clock_moves_no_instant(machine: Machine, step: int) 
     assert clock.now() == NOON + seconds(1)
 
 
+@pytest.mark.parametrize("step", [seconds(20), -seconds(20)])
+def test_a_step_is_made_up_slowly_and_never_backwards(machine: Machine, step: int) -> None:
+    clock = machine.clock()
+    machine.wall += step
+    before = clock.now()
+    for _ in range(5_000):
+        machine.passes(seconds(1) // 10 + 7)
+        now = clock.now()
+        assert 95_000 <= now - before <= 106_000, "a tenth of a second, a twentieth more or less of it"
+        before = now
+    assert clock.skew_ms() == 0
+    assert abs(machine.wall - clock.now()) < 1000
+
+
+def test_how_far_the_wall_clock_is_ahead(machine: Machine) -> None:
+    clock = machine.clock()
+    machine.wall += seconds(18)
+    assert clock.skew_ms() == 18_000
+    machine.wall -= seconds(20)
+    assert clock.skew_ms() == -2_000
+
+
 def test_a_ledger_from_the_future_is_gone_on_with(machine: Machine) -> None:
     """The wall clock was ahead when its newest event was written, and is right now."""
     clock = machine.clock(newest_at=NOON + seconds(60))

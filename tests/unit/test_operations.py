@@ -11,6 +11,7 @@ from gpuledger.domain.events import (
     AcceleratorHealthChanged,
     AcceleratorRetired,
     AcceleratorRevised,
+    ClockStepped,
     ConfigurationApplied,
     DeploymentRevised,
     EvictionStarted,
@@ -307,6 +308,13 @@ def test_what_goes_away_by_itself_needs_no_operator() -> None:
     assert health(shell) is Health.DEGRADED
     shell.sample()
     assert health(shell) is Health.HEALTHY
+
+
+def test_clocks_that_come_apart_are_told_once_and_when_they_are_together_again() -> None:
+    shell = started(SMALL)
+    for skew_ms in (0, 1_500, 18_000, 17_000, 9_000, 1_000, 0, -5_000, -9_000, -3_000):
+        shell.feed(SampleTaken(NODE, shell.reading(), {}, skew_ms))
+    assert [e.skew_ms for e in events_of(shell, ClockStepped)] == [18_000, 0, -5_000, -9_000]
 
 
 def test_an_accelerator_that_is_no_more_is_retired_and_what_is_on_it_ended() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -15,6 +16,7 @@ from gpuledger.adapters.http.operator_ports import (
     Answer,
     Denial,
     Denied,
+    Document,
     Residing,
     Revision,
     Shut,
@@ -23,6 +25,7 @@ from gpuledger.adapters.http.operator_ports import (
 from gpuledger.adapters.http.ports import Cause
 from gpuledger.domain.document_problems import DocumentError
 from gpuledger.domain.explain import duration
+from gpuledger.domain.faults import FALLBACK_RANK, has_fallback
 from gpuledger.domain.messages import (
     AcceptEnvelope,
     ClearAccelerator,
@@ -40,6 +43,7 @@ from gpuledger.domain.operations import problem_of
 from gpuledger.domain.planner import PlacementPlan, plan
 from gpuledger.domain.policy import Priority
 from gpuledger.domain.ports import LedgerCorrupt, LedgerReader, LedgerUnavailable
+from gpuledger.domain.reasons import Verdict
 from gpuledger.domain.state import PlanRequest, Residency
 from gpuledger.domain.units import milliseconds
 from gpuledger.domain.world import World
@@ -76,13 +80,21 @@ class OperationsDesk(OperatorViews):
             lab=trial.lab if client is None else client.lab,
             fallback_rank=trial.fallback_rank,
         )
-        decided = plan(world.state(now), asked, as_of=world.seq)
+        state = world.state(now)
+        decided = plan(state, asked, as_of=world.seq)
+        # As a request that is refused is planned for the fallback of its contract, at once (semantics.md 5).
+        spare: Document | None = None
+        refused = not decided.admits and decided.verdict is not Verdict.QUEUE
+        if refused and has_fallback(world, trial.capability, trial.fallback_rank):
+            second = plan(state, replace(asked, fallback_rank=FALLBACK_RANK), as_of=world.seq)
+            spare = {"explanation": explanation_of(second), "plan": second.document()}
         allowed = client is None or client.capabilities is None or trial.capability in client.capabilities
         return {
             "schema": "gpuledger.dry-run/1",
             "client_may_ask": allowed,
             "explanation": explanation_of(decided),
             "plan": decided.document(),
+            "fallback": spare,
         }
 
     # ---- what is done --------------------------------------------------------------------------------------------

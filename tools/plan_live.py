@@ -22,7 +22,11 @@ def plan_live(
 
 
 def _report(document: Document) -> RenderableType:
-    plan = report_of(document["plan"])
-    if document["client_may_ask"]:
-        return plan
-    return Group(Text("this client may not ask for the capability: the gateway refuses it before it is planned"), plan)
+    parts: list[RenderableType] = []
+    if not document["client_may_ask"]:
+        parts.append(Text("this client may not ask for the capability: the gateway refuses it before it is planned"))
+    parts.append(report_of(document["plan"]))
+    if document["fallback"] is not None:
+        parts.append(Text("\nso the request is planned for the fallback of its contract:"))
+        parts.append(report_of(document["fallback"]["plan"]))
+    return Group(*parts)

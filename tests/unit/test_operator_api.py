@@ -215,6 +215,22 @@ class TestTrials:
             tried = (await door.post("/plan", {"capability": "other@1", "client": "app"})).json()
             assert tried["client_may_ask"] is False
 
+    async def test_one_that_is_refused_is_planned_for_the_fallback_as_a_request_is(self) -> None:
+        lab = embedding(residency={"policy": "lab_only"})
+        spare = embedding("spare", capability="emb@1", fallback_rank=1)
+        async with control(lab, spare) as door:
+            tried = (await door.post("/plan", {"capability": "emb@1"})).json()
+            assert tried["explanation"] == "REJECT_POLICY: emb serves LAB requests only"
+            assert tried["fallback"]["explanation"] == f"ADMIT: spare on {HOST}, cold start in about 10 ms"
+            assert tried["fallback"]["plan"]["fallback_rank"] == 1
+            granted = await door.shell.running.desk.submit(door.shell.question())
+            assert isinstance(granted, Granted)
+            assert granted.passage.fallback_rank == 1
+            admitted = (await door.post("/plan", {"capability": "emb@1", "lab": True})).json()
+            assert admitted["fallback"] is None, "rank 0 serves it"
+            second = (await door.post("/plan", {"capability": "emb@1", "fallback_rank": 1})).json()
+            assert second["fallback"] is None, "there is none after it"
+
     async def test_evictions_are_named(self) -> None:
         gib = MODEL_BYTES // 64 * 1024
         async with control(embedding(), embedding("other"), policy={"reserve_floor_bytes": 7 * gib - 2**28}) as door:

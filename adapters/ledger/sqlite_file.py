@@ -77,6 +77,7 @@ class LedgerDatastore(SQLiteDatastore):
         with translated(path):
             self._file = _identity(path)
             self._seen = _Seen.of(path) if read_only else None
+        self._least_bytes = 0
         self.pool = self._readers()
 
     @contextmanager
@@ -104,11 +105,24 @@ class LedgerDatastore(SQLiteDatastore):
         # SQLite goes on with a file that was removed or replaced, and whatever it then commits is lost.
         if _identity(self.path) != self._file:
             raise LedgerUnavailable(f"{self.path}: the file is gone or was replaced")
+        if not self.read_only:
+            self._check_length()
         if self._seen is not None and self._seen != (now := _Seen.of(self.path)):
             # Transactions under way keep the pool that they began with.
             self._seen = now
             self.pool = self._readers()
         return None if self._seen is None or self._seen.has_wal else self._seen
+
+    def _check_length(self) -> None:
+        """Nothing is taken out of a ledger. SQLite goes on with one that was cut, and spoils what is left of it."""
+        least_bytes = self._least_bytes  # before the look: another thread may see a longer one meanwhile
+        try:
+            size_bytes = self.path.stat().st_size
+        except OSError as error:
+            raise LedgerUnavailable(f"{self.path}: {error.strerror}") from None
+        if size_bytes < least_bytes:
+            raise LedgerUnavailable(f"{self.path}: the file was cut short: stop the scheduler, and restore a copy")
+        self._least_bytes = max(self._least_bytes, size_bytes)
 
     def _readers(self) -> _Pool:
         as_it_lies = self._seen is not None and not self._seen.has_wal

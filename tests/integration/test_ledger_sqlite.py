@@ -148,6 +148,21 @@ class TestFile:
         with pytest.raises(LedgerUnavailable, match="is gone or was replaced"):
             ledger.read()
 
+    @pytest.mark.parametrize("length", [0, 4096])
+    def test_a_file_that_was_cut_is_not_written_on(self, ledger: SqliteLedger, length: int) -> None:
+        for _ in range(50):
+            append(ledger)
+        foreign(ledger.path, "PRAGMA wal_checkpoint(PASSIVE)")
+        append(ledger)
+        cut = ledger.path.stat().st_size
+        assert cut > 4096
+        os.truncate(ledger.path, length)
+        with pytest.raises(LedgerUnavailable, match="was cut short"):
+            append(ledger)
+        with pytest.raises(LedgerUnavailable, match="was cut short"):
+            ledger.read()
+        assert ledger.path.stat().st_size == length
+
     def test_a_log_that_lost_its_file_is_not_played_into_a_new_one(self, ledger: SqliteLedger) -> None:
         append(ledger)
         ledger.path.unlink()

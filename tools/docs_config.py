@@ -88,12 +88,14 @@ _DEPLOYMENT: Final = {
     "max_replicas": "On how many accelerators at the same time.",
     "min_memory_bytes": "Memory of the node that must be left for it: NODE_MEMORY_INSUFFICIENT otherwise.",
     "node_selector": "Labels that the node must have: LABEL_MISMATCH otherwise.",
-    "fallback_rank": "Its place in the contract of the capability. Clients get rank 0; nothing asks for others yet.",
+    "fallback_rank": "Its place in the contract of the capability. Clients get rank 0. Rank 1 is the fallback: a "
+    "request is planned for it when rank 0 refused it or failed. Higher ranks serve nobody.",
     "load_ms": "How long a load is expected to take until one was measured.",
     "unload_ms": "The same for an unload.",
     "residency": "How long it stays in memory when nothing uses it.",
     "sleep": "What it keeps asleep and how long that takes, until it is measured. Only where the runtime can sleep: it "
-    "is then put to sleep, where that frees enough, instead of being unloaded.",
+    "is then put to sleep, where that frees enough, when it has to make room for another. At the end of its keep-warm "
+    "time it is unloaded.",
 }
 _SLEEP: Final = {
     "asleep_bytes": "What it still holds asleep.",
@@ -158,8 +160,10 @@ _POLICY: Final = {
     "stop_grace_seconds": "A runtime is stopped by TERM, this, TERM, this, KILL.",
     "max_queue_seconds": "How long a request without a deadline waits in the queue.",
     "load_backoff_seconds": "After a failed load none is tried for so long, doubling up to 300.",
-    "degraded_after_failures": "Recorded with each failure as its limit. Nothing follows from it yet.",
-    "gateway_retries": "Has no effect yet: the gateway does not ask a second time.",
+    "degraded_after_failures": "A capability that failed so often in a row is degraded: an alert and `/readyz` name "
+    "it, until it answers a request.",
+    "gateway_retries": "How often a request is tried again of whose failure its client saw nothing (once after "
+    "GPU_OOM, whatever is set).",
     "plan_history_limit": "How many plans `gpuledger plans` reaches back.",
 }
 
@@ -180,7 +184,7 @@ _COMMON: Final = frozenset(
         *("dimensions", "load_timeout_seconds", "check_schema"),
     }
 )
-_SERVED: Final = frozenset({"served_name", "environment", "set", "metrics"})
+_SERVED: Final = frozenset({"served_name", "folder", "environment", "set", "metrics"})
 
 SECTIONS: Final = (
     _Section("The file", "The top level.", ConfigDocument, _FILE),
@@ -205,8 +209,8 @@ SECTIONS: Final = (
         "vLLM on one GPU, of a version that takes UUIDs of devices (its pull request 45026, of June 2026). Starts and "
         "stops of others wait while it starts. `task`, `max_images` and the other keys that every runtime has are as "
         "above; `context_length`, `parallel` and `batch_size` are its `--max-model-len`, `--max-num-seqs` and "
-        "`--max-num-batched-tokens`. All keys but `model`, `sha256`, `command`, `served_name`, `metrics`, `guard`, "
-        "`load_timeout_seconds` and `check_schema`, with the content of the model and the version, make the "
+        "`--max-num-batched-tokens`. All keys but `model`, `sha256`, `command`, `served_name`, `folder`, `metrics`, "
+        "`guard`, `load_timeout_seconds` and `check_schema`, with the content of the model and the version, make the "
         "`config_hash`.",
         VllmConfig,
         _RUNTIME,
@@ -216,10 +220,10 @@ SECTIONS: Final = (
         "`deployments[].runtime` with `type: command`",
         "Any server that takes a port of the loopback and answers in the way of OpenAI's API; "
         "[operating.md](operating.md) has examples. In `command` and in the values of `set`, `{port}` is the port, "
-        "`{model}` the path of `model`, `{name}` the `served_name`; other braces stay. `served_name`, `environment`, "
-        "`set` and `metrics` are as with `vllm`, and the keys that every runtime has as above. The arguments of "
-        "`command`, those keys, the version and the content of `model` and `files` make the `config_hash`; of "
-        "`environment` the names, and not the values.",
+        "`{model}` the path of `model`, `{name}` the `served_name`; other braces stay. `served_name`, `folder`, "
+        "`environment`, `set` and `metrics` are as with `vllm`, and the keys that every runtime has as above. The "
+        "arguments of `command`, those keys, the version and the content of `model` and `files` make the "
+        "`config_hash`; of `environment` the names, and not the values.",
         CommandConfig,
         _RUNTIME,
         _COMMON | _SERVED,

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gpuledger.adapters.runtimes.config import Task
+from gpuledger.adapters.runtimes.output import LOG_FOLDER, log_path
 from gpuledger.domain.explain import duration, size
 from gpuledger.domain.world import World
 
@@ -43,13 +44,19 @@ class ConsoleAnnouncer:
 
     def ready(self, world: World, unmeasured: list[Unmeasured]) -> None:
         parts: list[RenderableType] = [_accelerators(world), Text(), _deployments(world), Text()]
-        failures = (f"{one.place.deployment_id} could not be measured: {one.fault}" for one in unmeasured)
-        parts += [Text(failure, style="bold red") for failure in failures]
+        parts += [Text(self._failure(one), style="bold red") for one in unmeasured]
         if self._config.remote:
             parts.append(Text("Reachable from other machines, unencrypted: put TLS in front of it.", style="yellow"))
         parts.append(Text(f"Listening on {self._base_url}  (/readyz, /metrics)"))
         self._print(Panel(Group(*parts), title="gpuledger is ready", border_style="green"))
         self._print_examples()
+
+    def _failure(self, one: Unmeasured) -> str:
+        """Why a runtime does not start only its own output can say."""
+        place = one.place
+        log = log_path(self._config.state_dir / LOG_FOLDER, place.deployment_id, place.accelerator_id)
+        told = f"{place.deployment_id} could not be measured: {one.fault}"
+        return f"{told}; what it printed is in {log}" if log.is_file() else told
 
     def _print(self, shown: RenderableType) -> None:
         """A server does not end because nobody reads what it says."""

@@ -64,7 +64,7 @@ class CommandServer:
         variables = {name: self._filled(text, port) for name, text in self._variables.items()}
         if self._config.api_key_variable is not None:
             variables[self._config.api_key_variable] = api_key
-        return Command(argv, variables)
+        return Command(argv, variables, folder=self._config.folder)
 
     def figures(self, metrics: str) -> RuntimeFigures:
         return self._config.metrics.figures(metrics)
@@ -84,7 +84,7 @@ class CommandServer:
             return self._config.version
         first, *others = self._config.version_command
         asked = (found(first, self._environment), *others)
-        return self._versions.ask(asked, self._environment, _read_version, NO_VERSION)
+        return self._versions.ask(asked, self._environment, _read_version, NO_VERSION, self._config.folder)
 
 
 def _read_version(output: bytes, _: bytes) -> str | None:

@@ -7,14 +7,12 @@ local configuration alone.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
-import re
 import secrets
 import signal
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, assert_never
 
@@ -35,8 +33,8 @@ from .command import CommandServer
 from .config import CommandConfig, LlamaCppConfig, ReferenceConfig, RuntimeConfig, VllmConfig
 from .engine import EVIDENCE_BYTES, OUT_OF_MEMORY, Engine, fault_of
 from .llama_cpp import LlamaCpp
-from .output import BoundedLog
-from .process import AT_ONCE, LOOPBACK, POLITE, Child, Command, PortReservation, Spawner, end_tree
+from .output import LOG_FOLDER, BoundedLog, log_path
+from .process import AT_ONCE, LOOPBACK, POLITE, Child, PortReservation, Spawner, end_tree
 from .reference import Reference
 from .vllm import Vllm
 
@@ -104,7 +102,7 @@ class RuntimeManager:
     ) -> None:
         """`configs` by deployment id. Logs go to `state_folder`/runtimes. `environment`: that of the process."""
         self._configs = dict(configs)
-        self._folder = state_folder / "runtimes"
+        self._folder = state_folder / LOG_FOLDER
         source = os.environ if environment is None else environment
         self._inherited = {name: source[name] for name in INHERITED if name in source}
         make = _EngineMaker(Artifacts(), self._inherited, source)
@@ -248,8 +246,9 @@ class RuntimeManager:
             # The one device that it may see, which it then calls CUDA0; on a host none.
             device = accelerator_id if _kind(accelerator_id) is Kind.GPU else ""
             own = {"CUDA_VISIBLE_DEVICES": device, MARK: resident_id, SCHEDULER_MARK: _written(_ourselves())}
-            command = Command(command.argv, {**self._inherited, **command.environment, **own}, (MARK, SCHEDULER_MARK))
-            child = await self._spawner.spawn(command, self._folder, log)
+            variables = {**self._inherited, **command.environment, **own}
+            command = replace(command, environment=variables, marks=(MARK, SCHEDULER_MARK))
+            child = await self._spawner.spawn(command, command.folder or self._folder, log)
             undo.pop_all()
         return _Resident(engine, config, child, port, endpoint)
 
@@ -264,10 +263,7 @@ class RuntimeManager:
             raise RuntimeFault(Failure.ARTIFACT_CORRUPT, detail, now.config_hash.encode())
 
     def _log(self, deployment_id: str, accelerator_id: str) -> BoundedLog:
-        """One for each pair, so that their number is bounded too. Ids may hold slashes, the name holds none."""
-        digest = hashlib.sha256(f"{deployment_id}\n{accelerator_id}".encode()).hexdigest()[:12]
-        readable = re.sub(r"[^A-Za-z0-9._-]", "_", deployment_id)[:80]
-        return BoundedLog(self._folder / f"{readable}-{digest}.log", self._log_limit_bytes)
+        return BoundedLog(log_path(self._folder, deployment_id, accelerator_id), self._log_limit_bytes)
 
     async def _load(self, resident: _Resident) -> RuntimeFault | None:
         """The fault as a value: nobody may be there to catch it."""

@@ -6,13 +6,24 @@ for a full pipe or fill a disk.
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Final
 
+#: Of the state folder: where the logs are.
+LOG_FOLDER: Final = "runtimes"
 _CHUNK_BYTES: Final = 64 * 1024
+
+
+def log_path(folder: Path, deployment_id: str, accelerator_id: str) -> Path:
+    """One for each pair, so that their number is bounded too. Ids may hold slashes, the name holds none."""
+    digest = hashlib.sha256(f"{deployment_id}\n{accelerator_id}".encode()).hexdigest()[:12]
+    readable = re.sub(r"[^A-Za-z0-9._-]", "_", deployment_id)[:80]
+    return folder / f"{readable}-{digest}.log"
 
 
 class BoundedLog:

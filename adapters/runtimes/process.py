@@ -45,11 +45,13 @@ class Command:
     """What a runtime process executes. `environment` is all of it, with a secret in it: nothing is inherited.
 
     `marks`: names of the variables in it by which whatever it starts is known, wherever that puts itself.
+    `folder`: where it runs, if not beside its log.
     """
 
     argv: tuple[str, ...]
     environment: Mapping[str, str] = field(repr=False)
     marks: tuple[str, ...] = ()
+    folder: Path | None = None
 
     def marked(self) -> frozenset[bytes]:
         """As they stand in /proc/PID/environ."""

@@ -48,34 +48,49 @@ class Versions:
         self._known: dict[tuple[_Part, ...], str] = {}
         self._lock = threading.Lock()
 
-    def ask(self, argv: Sequence[str], environment: Mapping[str, str], read: ReadVersion, detail: str) -> str:
-        """Raises RuntimeFault (MODEL_LOAD_FAILED with this detail) when it cannot be asked, or says none."""
+    def ask(
+        self,
+        argv: Sequence[str],
+        environment: Mapping[str, str],
+        read: ReadVersion,
+        detail: str,
+        folder: Path | None = None,
+    ) -> str:
+        """Raises RuntimeFault (MODEL_LOAD_FAILED with this detail) when it cannot be asked, or says none.
+
+        It runs in `folder`, where one is named.
+        """
         # To say its version it needs no card, and some would take memory of one.
         blind = {**environment, "CUDA_VISIBLE_DEVICES": ""}
         try:
-            build = tuple(_parts(argv))
+            build = tuple(_parts(argv, folder))
             with self._lock:
                 if build not in self._known:
                     # Of an upgrade in place the build before is of no use any more.
-                    self._known = {build: _asked(argv, blind, read, detail)}
+                    self._known = {build: _asked(argv, blind, read, detail, folder)}
                 return self._known[build]
         except (OSError, subprocess.TimeoutExpired) as error:
             raise RuntimeFault(Failure.MODEL_LOAD_FAILED, detail, str(error).encode()) from error
 
 
-def _asked(argv: Sequence[str], environment: Mapping[str, str], read: ReadVersion, detail: str) -> str:
-    said = subprocess.run(tuple(argv), capture_output=True, timeout=VERSION_SECONDS, env=environment, check=False)
+def _asked(
+    argv: Sequence[str], environment: Mapping[str, str], read: ReadVersion, detail: str, folder: Path | None
+) -> str:
+    said = subprocess.run(
+        tuple(argv), capture_output=True, timeout=VERSION_SECONDS, env=environment, cwd=folder, check=False
+    )
     version = read(said.stdout, said.stderr) if said.returncode == 0 else None
     if version is None:
         raise RuntimeFault(Failure.MODEL_LOAD_FAILED, detail, said.stderr[-_EVIDENCE_BYTES:])
     return version
 
 
-def _parts(argv: Sequence[str]) -> Iterator[_Part]:
+def _parts(argv: Sequence[str], folder: Path | None) -> Iterator[_Part]:
     """The program, the files among its arguments, and the packages beside it where it is one of Python's."""
     for argument in argv:
-        if argument.startswith("/") and os.path.exists(argument):
-            yield _part(Path(argument))
+        path = Path(argument) if folder is None else folder / argument
+        if path.is_absolute() and os.path.exists(path):
+            yield _part(path)
     for packages in sorted(Path(argv[0]).parent.parent.glob("lib/python3*/*-packages")):
         yield _part(packages)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Final, Self, TypeAlias, cast
 
-from pydantic import Field, ValidationInfo, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from gpuledger.domain.units import ID_PATTERN
 
@@ -31,6 +32,11 @@ class ServerOptions(RuntimeOptions):
         pattern=ID_PATTERN,
         description="The name by which requests ask it for its model: the capability when absent.",
     )
+    folder: Path = Field(
+        default=Path(),
+        validate_default=True,
+        description="The folder that it runs in: relative paths among its arguments are below it.",
+    )
     environment: Annotated[tuple[Variable, ...], Field(max_length=64)] = Field(
         default=(), description="Names of variables that it inherits, besides the few that every runtime does."
     )
@@ -38,6 +44,12 @@ class ServerOptions(RuntimeOptions):
         default={}, max_length=64, description="Variables with a value of their own."
     )
     metrics: MetricsMapping = Field(default=MetricsMapping(), description="How its metrics are called.")
+
+    @field_validator("folder", mode="before")
+    @classmethod
+    def _resolve_folder(cls, folder: object, info: ValidationInfo) -> object:
+        """The default too is relative to the folder of the file."""
+        return resolve(str(folder) if isinstance(folder, Path) else folder, info)
 
     @model_validator(mode="after")
     def _leaves_our_variables(self) -> Self:

@@ -72,7 +72,8 @@ class Vllm:
     def facts(self) -> RuntimeFacts:
         artifact = self._artifacts.inspect_pinned(self._config.model, self._config.sha256)
         asked = (*self._program(), "--version")
-        version = f"vllm-{self._versions.ask(asked, self._environment, _read_version, NO_VLLM)}"
+        told = self._versions.ask(asked, self._environment, _read_version, NO_VLLM, self._config.folder)
+        version = f"vllm-{told}"
         shape: dict[str, Json] = {
             **self._config.own_shape(),
             "type": self._config.type,
@@ -88,7 +89,8 @@ class Vllm:
         place = ("--host", LOOPBACK, "--port", str(port), "--served-model-name", self._config.served_name)
         guard = ("--middleware", f"{gpuledger_guard.__name__.rpartition('.')[2]}.Guard") if self._config.guard else ()
         argv = (*self._program(), "serve", str(self._config.model.absolute()), *place, *guard, *_QUIET)
-        return Command((*argv, *self._options()), {**SETTINGS, **self._variables, **self._own_variables(api_key)})
+        variables = {**SETTINGS, **self._variables, **self._own_variables(api_key)}
+        return Command((*argv, *self._options()), variables, folder=self._config.folder)
 
     def figures(self, metrics: str) -> RuntimeFigures:
         return self._config.metrics.figures(metrics)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 from collections.abc import AsyncGenerator
@@ -141,6 +142,32 @@ async def test_its_environment_is_what_is_named(tmp_path: Path, accelerator_id: 
         "URL": f"http://127.0.0.1:{port}/",
         "CUDA_VISIBLE_DEVICES": visible,
     }
+
+
+async def test_relative_paths_are_of_the_folder_of_the_configuration(tmp_path: Path) -> None:
+    """As the file that is written there, whether it asks for its version or serves."""
+    folder = tmp_path / "etc"
+    folder.mkdir()
+    shutil.copy(SERVER, folder / "server.py")
+    (folder / "version.py").write_text("print('7.1')")
+    python = [sys.executable, "-I", "-S"]
+    runtime = {
+        "type": "command",
+        "task": "embedding",
+        "command": [*python, "server.py", "{port}"],
+        "version_command": [*python, "version.py"],
+        "ready_path": "/v2/ready",
+        "paths": {"embeddings": "/embed"},
+    }
+    deployment: Any = {"id": "d", "capability": "c@1", "kind": "host", "runtime": runtime}
+    config = config_of({"ledger": "l.db", "clients": [], "deployments": [deployment]}, folder / "gpuledger.yaml")
+    read = config.runtimes["d"]
+    assert isinstance(read, CommandConfig)
+    async with loaded(tmp_path / "state", read) as (runtimes, process):
+        assert Path(f"/proc/{process.pid}/cwd").readlink() == folder
+        assert (await asyncio.to_thread(runtimes.facts, "d")).runtime_version == "7.1"
+    elsewhere = read.model_copy(update={"folder": tmp_path, "version_command": None, "version": "7.1"})
+    assert (await failed_load(tmp_path / "state", elsewhere)).failure is Failure.MODEL_LOAD_FAILED
 
 
 # ---- it sleeps --------------------------------------------------------------------------------------------------

@@ -10,6 +10,9 @@ from .candidates import Figures, Refusal
 from .reasons import Reason
 from .units import GIB, KIB, MIB
 
+#: Of a hash: as many digits as git shows of a commit in a large repository.
+SHORT_DIGITS: Final = 12
+SHA256_DIGITS: Final = 64
 _UNITS: Final = ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
 
 
@@ -39,6 +42,16 @@ def duration(milliseconds: int) -> str:
         return f"{milliseconds // 1_000}.{milliseconds % 1_000 // 100} s"
     minutes, rest = divmod(milliseconds // 1_000, 60)
     return f"{minutes} min {rest} s"
+
+
+def short(digest: object) -> str:
+    """The beginning of a hash, as much as people compare; what is no long one stays as it is.
+
+    >>> short("789ae17d0aae336b" * 4), short("cfg-chat")
+    ('789ae17d0aae', 'cfg-chat')
+    """
+    text = str(digest)
+    return text[:SHORT_DIGITS] if len(text) == SHA256_DIGITS else text
 
 
 def explain(refusals: Iterable[Refusal]) -> str:
@@ -73,7 +86,8 @@ def describe(refusal: Refusal) -> str:
                 f"needs {of.size('needed_bytes')}"
             )
         case Reason.NO_MEASURED_ENVELOPE:
-            return f"was not measured as {of['config_hash']} on {of['gpu_class']}"
+            as_configured = f"as it is configured now ({short(of['config_hash'])})"
+            return f"no usable measurement of it {as_configured} on {of['gpu_class']}: none was made, or it is suspect"
         case Reason.REPLICA_LIMIT:
             return f"{of['serving']} serving replicas elsewhere, at most {of['max_replicas']}"
         # 6.2

@@ -22,13 +22,16 @@ from gpuledger.domain.events import (
     DeploymentRegistered,
     DeploymentRevised,
     EnvelopeSuspected,
+    LabPaused,
+    LabResumed,
     NodeCordoned,
     NodeDrainStarted,
+    PolicyRevised,
     PressureChanged,
     Recorded,
     TelemetryMissed,
 )
-from gpuledger.domain.policy import Pressure
+from gpuledger.domain.policy import Policy, Pressure
 from gpuledger.domain.state import Envelope, Health
 from gpuledger.domain.units import seconds
 from gpuledger.domain.world import World
@@ -50,6 +53,9 @@ TYPES: Final = frozenset(
         "DeploymentRevised",
         "NodeCordoned",
         "NodeDrainStarted",
+        "LabPaused",
+        "LabResumed",
+        "PolicyRevised",
     }
 )
 
@@ -69,6 +75,7 @@ class AlertKind(StrEnum):
     ATTRIBUTION_ESTIMATED = "ATTRIBUTION_ESTIMATED"
     NODE_DRAINING = "NODE_DRAINING"
     NODE_CORDONED = "NODE_CORDONED"
+    LAB_PAUSED = "LAB_PAUSED"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +125,7 @@ def evolve(onsets: Onsets, event: Recorded) -> Onsets:
             known = onsets.of(AlertKind.ACCELERATOR_UNHEALTHY, subject)
             return onsets if known is not None else _began(onsets, at, AlertKind.ACCELERATOR_UNHEALTHY, subject)
         case AcceleratorRetired(accelerator_id=subject):
-            return replace(onsets, at={key: since for key, since in onsets.at.items() if key[1] != subject})
+            return replace(onsets, at={key: since for key, since in onsets.at.items() if subject not in key[1:2]})
         case TelemetryMissed(accelerator_ids=subjects, observed_at=observed_at):
             for subject in subjects:
                 onsets = _began(onsets, observed_at, AlertKind.STALE_TELEMETRY, subject)
@@ -133,6 +140,10 @@ def evolve(onsets: Onsets, event: Recorded) -> Onsets:
             return _began(onsets, at, AlertKind.NODE_CORDONED, subject)
         case NodeDrainStarted(node_id=subject):
             return _began(onsets, at, AlertKind.NODE_DRAINING, subject)
+        case LabPaused() | PolicyRevised(policy=Policy(lab_paused=True)):
+            return onsets if onsets.of(AlertKind.LAB_PAUSED) is not None else _began(onsets, at, AlertKind.LAB_PAUSED)
+        case LabResumed() | PolicyRevised():
+            return _over(onsets, AlertKind.LAB_PAUSED)
         case _:
             return onsets
 
@@ -162,6 +173,7 @@ def alerts_of(world: World, now: int, onsets: Onsets | None = None) -> tuple[Ale
             for alert in _of_deployment(world, deployment, known)
         ),
         *_of_capabilities(world),
+        *_of_lab(world, known),
     ]
     order = list(AlertKind)
     return tuple(sorted(found, key=lambda alert: (order.index(alert.kind), alert.key)))
@@ -256,3 +268,8 @@ def _of_capabilities(world: World) -> Iterator[Alert]:
             failure = None if state.failure is None else state.failure.value
             figures: Figures = {"failures": state.failures, "failure": failure, "detail": state.detail}
             yield Alert(AlertKind.CAPABILITY_DEGRADED, {"capability": capability}, state.degraded_at, figures)
+
+
+def _of_lab(world: World, onsets: Onsets) -> Iterator[Alert]:
+    if world.policy.lab_paused:
+        yield Alert(AlertKind.LAB_PAUSED, {}, onsets.of(AlertKind.LAB_PAUSED))

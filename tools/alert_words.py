@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias, assert_never
 
-from gpuledger.domain.explain import size
+from gpuledger.domain.explain import short, size
 from gpuledger.domain.units import format_instant
 from gpuledger.projections.alerts import Alert, AlertKind
 
@@ -16,6 +16,10 @@ Document: TypeAlias = dict[str, Any]
 _MEASURE: Final = (
     "The next start measures it, or the running server once it is idle, as `profile` in the configuration says; or "
     "`gpuledger profile {deployment_id} --again` while no server runs."
+)
+_READ_WHY: Final = (
+    "Where that failed, the log of the server says how, and the newest file of this deployment in the folder "
+    "`runtimes` of the `state_dir` what its runtime printed."
 )
 _MEASURE_OR_ACCEPT: Final = f"{_MEASURE} To answer for it as it is: `gpuledger envelope accept {{deployment_id}}`."
 #: Kind -> when there is one, and what to do. Ids of its subjects stand in braces.
@@ -56,7 +60,7 @@ ABOUT: Final[Mapping[AlertKind, tuple[str, str]]] = MappingProxyType(
         ),
         AlertKind.NO_MEASURED_ENVELOPE: (
             "A deployment was not measured as it is configured now, on any class of accelerator that is here.",
-            _MEASURE,
+            f"{_MEASURE} {_READ_WHY}",
         ),
         AlertKind.GPU_PRESSURE: (
             "Programs that are not ours hold much of an accelerator: its level is not NORMAL.",
@@ -80,6 +84,10 @@ ABOUT: Final[Mapping[AlertKind, tuple[str, str]]] = MappingProxyType(
         AlertKind.NODE_CORDONED: (
             "An operator cordoned a node: nothing is loaded there that is not there.",
             "`gpuledger nodes uncordon {node_id}` when it shall take work again.",
+        ),
+        AlertKind.LAB_PAUSED: (
+            "LAB is paused: such requests, and all for deployments that are `lab_only`, are refused.",
+            "`gpuledger lab resume` when they shall be served again.",
         ),
     }
 )
@@ -129,7 +137,8 @@ def told(alert: Alert) -> str:
             return f"{of['deployment_id']} was measured to take {measured}, and {ran_out}: it is not loaded again"
         case AlertKind.NO_MEASURED_ENVELOPE:
             classes = figures["gpu_classes"] or "any accelerator that is here"
-            return f"{of['deployment_id']} was not measured as {figures['config_hash']} on {classes}: it is not loaded"
+            as_configured = f"as it is configured now ({short(figures['config_hash'])})"
+            return f"{of['deployment_id']} was not measured {as_configured} on {classes}: it is not loaded"
         case AlertKind.GPU_PRESSURE:
             return f"others hold {_percent(figures['pressure_bp'])} of {of['accelerator_id']}: {figures['level']}"
         case AlertKind.THRASHING:
@@ -142,6 +151,8 @@ def told(alert: Alert) -> str:
             return f"node {of['node_id']} {state} ({figures['cause']}): no work begins there"
         case AlertKind.NODE_CORDONED:
             return f"node {of['node_id']} is cordoned: nothing new is loaded there"
+        case AlertKind.LAB_PAUSED:
+            return "the policy pauses LAB: such requests, and all for lab_only deployments, are refused"
         case _:
             assert_never(alert.kind)
 

@@ -20,10 +20,13 @@ from gpuledger.domain.events import (
     EnvelopeAccepted,
     EnvelopeMeasured,
     FailureRecorded,
+    LabPaused,
+    LabResumed,
     NodeCordoned,
     NodeDrainCompleted,
     NodeDrainStarted,
     NodeUncordoned,
+    PolicyRevised,
     PressureChanged,
     SchedulerStarted,
     TelemetryMissed,
@@ -35,6 +38,7 @@ from gpuledger.domain.state import Health
 from gpuledger.domain.units import GIB, seconds
 from gpuledger.projections import alerts
 from gpuledger.projections.alerts import Alert, AlertKind, Onsets, alerts_of
+from gpuledger.tools.alert_words import told, what_to_do
 from tests.simulation.virtual_shell import NODE
 from tests.unit.driven import CARD, DrivenLedger, suspected
 
@@ -211,6 +215,38 @@ class TestNodes:
     def test_a_shutdown_is_a_drain(self, ledger: DrivenLedger) -> None:
         ledger.add(f"node:{NODE}", NodeDrainStarted(NODE, "shutdown"))
         assert (ledger.one().kind, ledger.one().figures["cause"]) == (AlertKind.NODE_DRAINING, "shutdown")
+
+
+class TestLab:
+    def test_a_pause_that_was_forgotten(self, ledger: DrivenLedger) -> None:
+        paused = ledger.add("policy", LabPaused("ann"))
+        ledger.add("policy", PolicyRevised(ledger.world.policy, "configuration"))
+        assert ledger.one() == Alert(AlertKind.LAB_PAUSED, {}, paused)
+        assert what_to_do(ledger.one()) == "`gpuledger lab resume` when they shall be served again."
+        assert "pauses LAB" in told(ledger.one())
+        ledger.add("policy", LabResumed("ann"))
+        assert ledger.alerts() == ()
+
+    def test_one_of_the_configuration(self, ledger: DrivenLedger) -> None:
+        open_policy = ledger.world.policy
+        revised = ledger.add("policy", PolicyRevised(replace(open_policy, lab_paused=True), "configuration"))
+        assert (ledger.one().kind, ledger.one().since) == (AlertKind.LAB_PAUSED, revised)
+        ledger.add("policy", PolicyRevised(open_policy, "configuration"))
+        again = ledger.add("policy", LabPaused("ann"))
+        assert ledger.one().since == again
+
+    def test_an_accelerator_that_is_retired_leaves_it(self, ledger: DrivenLedger) -> None:
+        paused = ledger.add("policy", LabPaused("ann"))
+        ledger.add(f"accelerator:{CARD}", AcceleratorRetired(CARD))
+        assert [one.since for one in ledger.alerts() if one.kind is AlertKind.LAB_PAUSED] == [paused]
+
+
+class TestWords:
+    def test_a_hash_is_no_longer_than_people_compare(self, ledger: DrivenLedger) -> None:
+        spec = replace(ledger.world.deployments["chat"].spec, config_hash="789ae17d0aae336b" * 4)
+        ledger.add("deployment:chat", DeploymentRevised(spec, "configuration"))
+        line = "chat was not measured as it is configured now (789ae17d0aae) on virtual: it is not loaded"
+        assert told(ledger.one()) == line
 
 
 class TestAll:

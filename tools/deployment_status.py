@@ -104,3 +104,18 @@ def _capability(name: str, state: CapabilityState, work_ms: int | None) -> Docum
         "last_detail": state.detail or None,
         "work_ms": work_ms,
     }
+
+
+def doubt_of(deployment: DeploymentState, gpu_class: str) -> str | None:
+    """Why its envelope on a class of accelerator does not count; None where there is none, or it does."""
+    measured = deployment.measured_on(gpu_class)
+    if measured is None:
+        return None
+    if deployment.corrupt is not None:
+        return "its model file is not the one that was registered"
+    if not measured.envelope.suspect:
+        return None
+    why = deployment.suspicion
+    if why is None or (why.config_hash, why.gpu_class) != (deployment.spec.config_hash, gpu_class):
+        return "a runtime did not keep to it"
+    return "a runtime ran out of memory with it" if why.cause == "gpu_oom" else "a runtime held more than it says"

@@ -63,6 +63,7 @@ from gpuledger.domain.state import ResidentState
 from gpuledger.domain.units import MICROS_PER_MS, milliseconds
 from gpuledger.domain.world import World
 
+from .deployment_status import doubt_of
 from .shell import DecisionFailed, Engine, RequestKnown
 
 _log = structlog.get_logger(__name__)
@@ -345,7 +346,8 @@ class RequestDesk:
             held.granted.lost.set_result(Lost(failed.reason, failed.failure, failed.detail))
         elif not held.outcome.done():
             told = failed.reason, failed.failure, failed.detail
-            held.outcome.set_result(Refused(failed.request_id, *told, held.plan, held.passage))
+            doubt = _doubt(self._engine.world, held.plan) if failed.reason is Reason.NO_MEASURED_ENVELOPE else None
+            held.outcome.set_result(Refused(failed.request_id, *told, held.plan, held.passage, doubt))
 
     def _cancelled(self, request_id: str, cause: str) -> None:
         if (held := self._over(request_id)) is None:
@@ -394,6 +396,14 @@ def _work_ended(request_id: str, lease_id: str | None, ending: Ending, unsent: b
         unsent=unsent,
         lease_id=lease_id,
     )
+
+
+def _doubt(world: World, plan: PlanFacts | None) -> str | None:
+    """Why the envelope that a plan did not count is suspect."""
+    document = {} if plan is None else plan.document
+    deployment = world.deployments.get(str(document.get("deployment_id")))
+    figures = document.get("figures", {}).get(Reason.NO_MEASURED_ENVELOPE.value, {})
+    return None if deployment is None else doubt_of(deployment, str(figures.get("gpu_class")))
 
 
 def repeated_of(question: Question, events: tuple[Recorded, ...]) -> Repeated | None:

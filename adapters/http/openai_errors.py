@@ -33,6 +33,9 @@ _HEALTH_RETRY_SECONDS: Final = 5
 _CONFLICT_RETRY_SECONDS: Final = 1
 _LONGEST_RETRY_SECONDS: Final = 300
 
+#: How the scheduler says that a request which failed was planned again, and refused with this reason.
+_TRIED_AGAIN_IN_VAIN: Final = f"tried_again_{Reason.NO_MEASURED_ENVELOPE.value}"
+
 _NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 _TYPES: Final[Mapping[int, str]] = {
     401: "authentication_error",
@@ -107,7 +110,7 @@ def bad_request(message: str, param: str | None = None, code: str = "invalid_req
 def refusal_error(refused: Refused, capability: str, now: int | None) -> ApiError:
     """A request that was refused, or that failed before its work began."""
     if refused.reason is not None:
-        error = _reason_error(refused.request_id, refused.reason, refused.detail, refused.plan, capability, now)
+        error = _reason_error(refused, refused.reason, capability, now)
     else:
         error = failure_error(refused.request_id, refused.failure, refused.detail, capability)
     return error.telling(of_passage(refused.passage))
@@ -126,6 +129,8 @@ def lost_error(request_id: str, lost: Lost, capability: str) -> ApiError:
 def failure_error(request_id: str, failure: Failure | None, detail: str, capability: str) -> ApiError:
     """A fault of a runtime or of the scheduler, by its class."""
     known = failure or Failure.CAPABILITY_UNAVAILABLE
+    if detail == _TRIED_AGAIN_IN_VAIN:
+        return ApiError(503, known.value, _in_vain(known, capability), request_id=request_id)
     told = f"{known.value} ({detail})" if detail else known.value
     return ApiError(
         504 if known is Failure.TIMEOUT else 503,
@@ -134,6 +139,18 @@ def failure_error(request_id: str, failure: Failure | None, detail: str, capabil
         request_id=request_id,
         retry_after=_HEALTH_RETRY_SECONDS if passes(known) else None,
     )
+
+
+def _in_vain(failure: Failure, capability: str) -> str:
+    """It was planned again after this failure, and what serves it may not be loaded any more."""
+    match failure:
+        case Failure.GPU_OOM:
+            what, then = "its runtime ran out of memory", f"its envelope is suspect now: {_TO_BE_DONE}"
+        case Failure.ARTIFACT_CORRUPT:
+            what, then = "its model file is not the one that was registered", "an operator has to put that in its place"
+        case _:
+            what, then = f"{failure.value} ended the first attempt", f"its envelope is suspect: {_TO_BE_DONE}"
+    return f"{capability} could not be served: {what}, and planned again it found no other place; {then}"
 
 
 def passes(failure: Failure) -> bool:
@@ -202,10 +219,8 @@ def repeated_error(repeated: Repeated, capability: str, now: int) -> ApiError:
 # ---- refusals of the planner ------------------------------------------------------------------------------------
 
 
-def _reason_error(
-    request_id: str, reason: Reason, detail: str, plan: PlanFacts | None, capability: str, now: int | None
-) -> ApiError:
-    status = status_of(reason)
+def _reason_error(refused: Refused, reason: Reason, capability: str, now: int | None) -> ApiError:
+    status, plan = status_of(reason), refused.plan
     extra: dict[str, Any] = {}
     if plan is not None:
         figures = plan.document.get("figures", {})
@@ -217,9 +232,9 @@ def _reason_error(
     return ApiError(
         status=status,
         code="model_not_found" if reason is Reason.CAPABILITY_UNAVAILABLE else reason.value,
-        message=_message(reason, detail, plan, capability),
+        message=_message(refused, reason, capability),
         param="model" if status in (403, 404) else None,
-        request_id=request_id,
+        request_id=refused.request_id,
         retry_after=_retry_after(status, plan, now) if waiting_helps(reason) else None,
         extra=extra,
         headers={} if plan is None else {"X-Gpuledger-Plan": plan.fingerprint},
@@ -279,17 +294,25 @@ def status_of(reason: Reason) -> int:
             assert_never(reason)
 
 
-def _message(reason: Reason, detail: str, plan: PlanFacts | None, capability: str) -> str:
+def _message(refused: Refused, reason: Reason, capability: str) -> str:
     """`rag.embedding@1 is refused on host:local (0.4 GiB schedulable): others hold 21.0 GiB, needs 1.3 GiB`."""
-    document: Mapping[str, Any] = {} if plan is None else plan.document
+    document: Mapping[str, Any] = {} if refused.plan is None else refused.plan.document
     figures = document.get("figures", {}).get(reason.value, {})
-    why = describe(Refusal(reason, figures)) if figures else _WORDS_WITHOUT_FIGURES.get(reason, reason.value)
-    waited = " after waiting as long as it may" if detail == "max_queue_seconds" else ""
+    if reason is Reason.NO_MEASURED_ENVELOPE:
+        why = _NEVER_MEASURED if refused.doubt is None else f"its envelope is suspect ({refused.doubt}): {_TO_BE_DONE}"
+    else:
+        why = describe(Refusal(reason, figures)) if figures else _WORDS_WITHOUT_FIGURES.get(reason, reason.value)
+    waited = " after waiting as long as it may" if refused.detail == "max_queue_seconds" else ""
     accounting = document.get("accounting")
     if accounting is None or not _is_of_memory(reason):
         return f"{capability} is refused{waited}: {why}"
     room = f"on {document.get('accelerator_id')} ({size(accounting['schedulable_bytes'])} schedulable)"
     return f"{capability} is refused{waited} {room}: {why}"
+
+
+#: Who asks needs no hash: which model is meant stands in the question, and what was planned in the figures.
+_NEVER_MEASURED: Final = "what its model takes was never measured as it is configured now: an operator has to see to it"
+_TO_BE_DONE: Final = "an operator has to accept it, or it has to be measured again"
 
 
 def _is_of_memory(reason: Reason) -> bool:

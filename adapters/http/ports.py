@@ -86,7 +86,11 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """It will not be served: refused by the planner (`reason`), or failed before work began (`failure`)."""
+    """It will not be served: refused by the planner (`reason`), or failed before work began (`failure`).
+
+    `doubt`: why the envelope that a refusal with NO_MEASURED_ENVELOPE is about is suspect; None: it is not known that
+    there is one.
+    """
 
     request_id: str
     reason: Reason | None
@@ -94,6 +98,7 @@ class Refused:
     detail: str
     plan: PlanFacts | None
     passage: Passage = STRAIGHT
+    doubt: str | None = None
 
 
 class Cause(StrEnum):

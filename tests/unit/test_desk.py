@@ -8,6 +8,7 @@ from contextlib import AbstractAsyncContextManager
 
 import pytest
 
+from gpuledger.adapters.http.openai_errors import refusal_error
 from gpuledger.adapters.http.ports import STRAIGHT, Ending, Granted, Lost, Outcome, Refused, Unavailable
 from gpuledger.domain.events import LeaseReleased, RequestCancelled, RequestCompleted, RequestFailed, RequestRetried
 from gpuledger.domain.failures import Failure
@@ -251,3 +252,39 @@ class TestQueue:
             refused = await served.running.desk.submit(served.question())
             assert isinstance(refused, Refused)
             assert refused.passage.queue_place == 1
+
+
+class TestSuspectEnvelopes:
+    async def test_out_of_memory_is_told_and_then_that_its_envelope_is_suspect(self) -> None:
+        machine = Machine()
+        machine.load_fault = RuntimeFault(Failure.GPU_OOM, "exit_status_1", b"out of memory")
+        async with shell(machine=machine) as served:
+            first = await asyncio.wait_for(served.running.desk.submit(served.question()), 30)
+            assert isinstance(first, Refused)
+            error = refusal_error(first, "emb@1", None)
+            assert (error.status, error.code, error.retry_after) == (503, "GPU_OOM", None)
+            assert error.message == (
+                "emb@1 could not be served: its runtime ran out of memory, and planned again it found no other place; "
+                "its envelope is suspect now: an operator has to accept it, or it has to be measured again"
+            )
+            second = await asyncio.wait_for(served.running.desk.submit(served.question()), 30)
+            assert isinstance(second, Refused)
+            error = refusal_error(second, "emb@1", None)
+            assert (error.status, error.code) == (403, "NO_MEASURED_ENVELOPE")
+            assert error.message == (
+                "emb@1 is refused: its envelope is suspect (a runtime ran out of memory with it): "
+                "an operator has to accept it, or it has to be measured again"
+            )
+
+    async def test_what_was_never_measured_is_told_otherwise(self) -> None:
+        async with shell(measured=False, profile="never") as served:
+            refused = await asyncio.wait_for(served.running.desk.submit(served.question()), 30)
+            assert isinstance(refused, Refused)
+            error = refusal_error(refused, "emb@1", None)
+            assert (error.status, error.code) == (403, "NO_MEASURED_ENVELOPE")
+            assert error.message == (
+                "emb@1 is refused: what its model takes was never measured as it is configured now: "
+                "an operator has to see to it"
+            )
+            assert refused.plan is not None
+            assert "hash-emb" in str(refused.plan.document["figures"]), "the hash is among the figures"

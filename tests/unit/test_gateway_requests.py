@@ -247,6 +247,20 @@ class TestRefusals:
         assert ("retry-after" in headers) == waiting_helps(reason)
         assert "emb@1" in error.message
 
+    @pytest.mark.parametrize(
+        ("failure", "told"),
+        [
+            (Failure.GPU_OOM, "ran out of memory, and planned again it found no other place; its envelope is suspect"),
+            (Failure.ARTIFACT_CORRUPT, "its model file is not the one that was registered, and planned again"),
+            (Failure.RUNTIME_CRASH, "RUNTIME_CRASH ended the first attempt, and planned again it found no other place"),
+        ],
+    )
+    def test_one_that_was_planned_again_in_vain_is_told_in_words(self, failure: Failure, told: str) -> None:
+        error = failure_error("req-1", failure, "tried_again_NO_MEASURED_ENVELOPE", "emb@1")
+        assert (error.status, error.code, error.retry_after) == (503, failure.value, None)
+        assert told in error.message
+        assert "tried_again" not in error.message
+
     def test_what_is_short_is_said_with_figures(self) -> None:
         error = refusal_error(refused(Reason.EXTERNAL_GPU_PRESSURE), "rag.embedding@1", NOW)
         assert error.message == (

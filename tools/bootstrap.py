@@ -35,6 +35,8 @@ from gpuledger.domain.world import World
 from .config import Config, DeploymentEntry, HostEntry
 from .snapshots import load_world
 
+#: In the state folder: authenticates the content of requests.
+KEY_NAME: Final = "request.key"
 _KEY_BYTES: Final = 32
 
 
@@ -247,7 +249,7 @@ def request_key(state_dir: Path) -> bytes:
 
     Whoever has it can try whether a request in the ledger said what they think: it is for nobody else to read.
     """
-    path = state_dir / "request.key"
+    path = state_dir / KEY_NAME
     with contextlib.suppress(FileExistsError):
         draft = state_dir / f".request.key.{secrets.token_hex(8)}"
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -17,11 +17,14 @@ from typing import Final
 from gpuledger.adapters import procfs
 from gpuledger.adapters.ledger.lock import holder
 from gpuledger.adapters.ledger.sqlite import SqliteLedger
+from gpuledger.adapters.runtimes.output import LOG_FOLDER
 from gpuledger.adapters.tokens import FILE_NAME as TOKENS
+from gpuledger.adapters.tokens import TokensUnusable, read_tokens
 from gpuledger.domain.explain import duration, size
 from gpuledger.domain.ports import LedgerCorrupt, LedgerUnavailable
 from gpuledger.domain.units import GIB, MIB
 
+from .bootstrap import KEY_NAME
 from .config import Config
 from .doctor_findings import Finding, fail, ok, warn
 from .machine import Machine
@@ -41,6 +44,7 @@ NO_WAL: Final = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "smbfs", "fuse.sshfs", "9p", "afs", "ceph", "fuse.ceph", "lustre", "fuse.glusterfs",
      "vboxsf", "fuse.s3fs", "fuse.rclone", "drvfs"}
 )  # fmt: skip
+_OURS: Final = "or run the doctor as the user that the server runs as"
 #: Gone with the power.
 VOLATILE: Final = frozenset({"tmpfs", "ramfs"})
 
@@ -61,14 +65,16 @@ def check_disk(machine: Machine, config: Config) -> Iterator[Finding]:
         yield warn("disk space", f"{size(free_bytes)} free in {folder}; a ledger grows by some MB a day", "make room")
     else:
         yield ok("disk space", f"{size(free_bytes)} free in {folder}")
-    try:
-        yield _tried(machine, folder)
-    except OSError as error:
-        yield fail(
-            "disk",
-            f"{folder} cannot be written: {reason_of(error)}",
-            f"let this user write there: sudo chown $USER {folder}; in a unit: ReadWritePaths={folder}",
-        )
+    state = _nearest(config.state_dir)
+    for one in dict.fromkeys((folder, state)):
+        try:
+            yield _tried(machine, one)
+        except OSError as error:
+            yield fail(
+                "disk",
+                f"{one} cannot be written: {reason_of(error)}",
+                f"let this user write there: sudo chown $USER {one}; in a unit: ReadWritePaths={one}",
+            )
 
 
 def _nearest(folder: Path) -> Path:
@@ -131,10 +137,29 @@ def file_system_of(machine: Machine, folder: Path) -> str:
 
 def check_permissions(config: Config) -> Iterator[Finding]:
     """The configuration names programs that are run, the folder has a key, and tokens are passwords."""
-    wrong = list(_wrong_modes(config))
+    wrong = [*_unusable(config), *_wrong_modes(config)]
     yield from wrong
     if not wrong:
         yield ok("permissions", "the configuration, the state and the tokens beside it are for their owner only")
+
+
+def _unusable(config: Config) -> Iterator[Finding]:
+    """What a server does not start with."""
+    try:
+        read_tokens(config.state_dir / TOKENS)
+    except TokensUnusable as error:
+        mend = "mend that, or move the file away: then make tokens anew (gpuledger tokens create)"
+        yield fail("tokens", str(error), mend)
+    key = config.state_dir / KEY_NAME
+    try:
+        key.read_bytes()
+    except FileNotFoundError:
+        pass  # The first start makes it.
+    except OSError as error:
+        yield fail("permissions", f"{key} cannot be read: {reason_of(error)}", f"let this user read it: chown, {_OURS}")
+    if config.ledger.exists() and not os.access(config.ledger, os.R_OK | os.W_OK):
+        mend = f"let this user read and write it: chown, {_OURS}"
+        yield fail("permissions", f"{config.ledger} cannot be read and written by this user", mend)
 
 
 def _wrong_modes(config: Config) -> Iterator[Finding]:
@@ -149,7 +174,7 @@ def _wrong_modes(config: Config) -> Iterator[Finding]:
         mode = _mode(token)
         if mode is not None and mode & 0o077:
             yield fail("permissions", f"{token} can be read by others (mode {mode:04o})", f"chmod 600 {token}")
-    for path in (config.ledger, *(config.state_dir / name for name in ("request.key", "runtimes", TOKENS))):
+    for path in (config.ledger, *(config.state_dir / name for name in (KEY_NAME, LOG_FOLDER, TOKENS))):
         mode = _mode(path)
         if mode is not None and mode & 0o077:
             yield warn("permissions", f"{path} is open to others (mode {mode:04o})", f"chmod go-rwx {path}")

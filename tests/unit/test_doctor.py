@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 
 from gpuledger.adapters.ledger.lock import LedgerLock
+from gpuledger.domain.document_problems import DocumentError
 from gpuledger.domain.units import GIB, MIB
 from gpuledger.tools import doctor_gpu, doctor_host, doctor_ledger, doctor_models
+from gpuledger.tools.bootstrap import request_key, tokens_of
 from gpuledger.tools.config import Config, config_of
 from gpuledger.tools.doctor import Asked, configuration_findings, document_of, examined
 from gpuledger.tools.doctor_findings import Finding, Result, guarded, ok
@@ -352,6 +354,10 @@ class TestDisk:
         found = doctor_ledger.check_disk(made.machine(), config(Path("/proc"), ledger="ledger.db"))
         assert named(found, "disk").result is FAIL
 
+    def test_a_state_folder_that_cannot_be_written(self, made: Made, tmp_path: Path) -> None:
+        found = list(doctor_ledger.check_disk(made.machine(), config(tmp_path, state_dir="/proc/1")))
+        assert [one.result for one in found if one.name == "disk"] == [OK, FAIL]
+
 
 class TestPermissions:
     def check(self, folder: Path) -> list[Finding]:
@@ -375,6 +381,37 @@ class TestPermissions:
         token, key = self.check(tmp_path)
         assert (token.result, token.mend) == (FAIL, f"chmod 600 {tmp_path}/app.token")
         assert (key.result, "request.key" in key.found) == (WARN, True)
+
+    @pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
+    def test_tokens_that_others_can_write_stop_a_server(self, tmp_path: Path, mode: int) -> None:
+        """It must be as sure about them as the start is."""
+        tokens = tmp_path / "state" / "tokens.json"
+        tokens.parent.mkdir()
+        tokens.write_text('{"schema": "gpuledger.tokens/1", "tokens": []}')
+        tokens.chmod(mode)
+        with pytest.raises(DocumentError):
+            tokens_of(config(tmp_path))
+        finding = named(self.check(tmp_path), "tokens")
+        assert (finding.result, f"chmod 600 {tokens}" in finding.found) == (FAIL, True)
+        tokens.chmod(0o600)
+        tokens_of(config(tmp_path))
+        assert only(self.check(tmp_path)).result is OK
+
+    @pytest.mark.parametrize("text", ["", "[]", '{"schema": "other", "tokens": []}'])
+    def test_tokens_that_are_none_stop_a_server(self, tmp_path: Path, text: str) -> None:
+        tokens = tmp_path / "state" / "tokens.json"
+        tokens.parent.mkdir()
+        tokens.touch(0o600)
+        tokens.write_text(text)
+        with pytest.raises(DocumentError):
+            tokens_of(config(tmp_path))
+        assert named(self.check(tmp_path), "tokens").result is FAIL
+
+    def test_a_key_that_cannot_be_read_stops_a_server(self, tmp_path: Path) -> None:
+        (tmp_path / "state" / "request.key").mkdir(0o700, parents=True)
+        with pytest.raises(OSError, match="directory"):
+            request_key(tmp_path / "state")
+        assert only(self.check(tmp_path)).result is FAIL
 
 
 class TestScheduler:

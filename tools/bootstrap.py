@@ -33,6 +33,7 @@ from gpuledger.domain.state import Kind
 from gpuledger.domain.world import World
 
 from .config import Config, DeploymentEntry, HostEntry
+from .fault_words import pinned, told
 from .snapshots import load_world
 
 #: In the state folder: authenticates the content of requests.
@@ -178,7 +179,7 @@ def declared_by(config: Config, runtimes: Runtimes, accelerator_ids: frozenset[s
     Raises DocumentError for a model or a program that is not there, or is not what it should be: all of them at once.
     """
     document = config.document
-    facts = _facts(config, runtimes)
+    facts = facts_of(config, runtimes)
     return Configuration(
         ledger_id=f"ledger-{secrets.token_hex(8)}",
         node_id=document.node.id,
@@ -202,8 +203,11 @@ def declared_by(config: Config, runtimes: Runtimes, accelerator_ids: frozenset[s
     )
 
 
-def _facts(config: Config, runtimes: Runtimes) -> Mapping[str, RuntimeFacts]:
-    """What each deployment comes to, by its id. Raises DocumentError with everything that is wrong."""
+def facts_of(config: Config, runtimes: Runtimes) -> Mapping[str, RuntimeFacts]:
+    """What each deployment comes to, by its id. Blocking: hashes the models, and asks programs for their versions.
+
+    Raises DocumentError with everything that is wrong.
+    """
     facts: dict[str, RuntimeFacts] = {}
     problems: list[Problem] = []
     for index, entry in enumerate(config.document.deployments):
@@ -211,8 +215,8 @@ def _facts(config: Config, runtimes: Runtimes) -> Mapping[str, RuntimeFacts]:
             facts[entry.id] = runtimes.facts(entry.id)
         except RuntimeFault as fault:
             where = at("config", "deployments", index, "runtime")
-            shown = fault.evidence.decode("utf-8", "replace").strip().splitlines()[-1:]
-            problems.append(Problem(where, " ".join([f"{fault.failure.value} ({fault.detail})", *shown])))
+            found, mend = told(fault, entry.id, pinned(config.runtimes[entry.id]))
+            problems.append(Problem(where, f"{fault.failure.value} ({fault.detail}): {found}: {mend}"))
     if problems:
         raise DocumentError(problems)
     return facts

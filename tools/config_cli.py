@@ -17,7 +17,7 @@ from rich.text import Text
 from gpuledger.domain.document_problems import DocumentError
 
 from .config import Config, load_config
-from .ledger_target import BAD_INPUT, bad_input_ends, usual_config, wall_now
+from .ledger_target import BAD_INPUT, TargetError, bad_input_ends, usual_config, wall_now
 from .plan_report import console, printable
 
 CHECK_SCHEMA: Final = "gpuledger.config-check/1"
@@ -30,6 +30,12 @@ FileArgument = Annotated[
         show_default=False,
     ),
 ]
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE", help="The same as FILE.", show_default=False)
+]
+NoFiles = Annotated[
+    bool, typer.Option("--no-files", help="Look at the text alone, not at the models and programs that it names.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 config_app = typer.Typer(help="Look at a configuration before a server is started with it.", no_args_is_help=True)
@@ -41,34 +47,56 @@ def register(app: typer.Typer) -> None:
 
 
 @config_app.command("check")
-def check(file: FileArgument = None, as_json: AsJson = False) -> None:
-    """Say everything that is wrong with a configuration. Models and programs are not looked at: `config diff` does.
+def check(
+    file: FileArgument = None, config: ConfigOption = None, no_files: NoFiles = False, as_json: AsJson = False
+) -> None:
+    """Say everything that is wrong with a configuration, its models and programs included: models are hashed.
 
-    Exit status: 0 it can be used, 2 it cannot.
+    Exit status: 0 a server can be started with it, 2 it cannot.
     """
     with bad_input_ends():
-        path = usual_config("no FILE was named") if file is None else file
+        path = _named(file, config)
         try:
-            document = _check_document(load_config(path))
+            loaded = load_config(path)
+            if not no_files:
+                _look_at_files(loaded)
         except DocumentError as error:
             if not as_json:
                 raise
             problems = [{"where": problem.where, "message": problem.message} for problem in error.told()]
             _print_json({"schema": CHECK_SCHEMA, "ok": False, "file": str(path), "problems": problems})
             raise typer.Exit(BAD_INPUT) from None
+        document = _check_document(loaded, files=not no_files)
         _show(document, as_json, _check_report(document))
 
 
 @config_app.command("diff")
-def diff(file: FileArgument = None, as_json: AsJson = False) -> None:
+def diff(file: FileArgument = None, config: ConfigOption = None, as_json: AsJson = False) -> None:
     """Show what a start with this configuration would record of it. Nothing is recorded; models are hashed.
 
     Exit status: 0 shown, 2 bad input, also of a model or program that is not there.
     """
     with bad_input_ends():
-        path = usual_config("no FILE was named") if file is None else file
-        document = _difference(load_config(path))
+        document = _difference(load_config(_named(file, config)))
         _show(document, as_json, _diff_report(document))
+
+
+def _named(file: Path | None, config: Path | None) -> Path:
+    """Raises TargetError, LedgerUnavailable."""
+    if file is not None and config is not None:
+        raise TargetError("FILE and --config are two words for the same: give one of them")
+    named = file or config
+    return usual_config("no FILE was named") if named is None else named
+
+
+def _look_at_files(config: Config) -> None:
+    """What a start looks at. Raises DocumentError."""
+    # Here, so that a check of the text alone need not wait for what runs models.
+    from gpuledger.adapters.runtimes.manager import RuntimeManager
+
+    from .bootstrap import facts_of
+
+    facts_of(config, RuntimeManager(config.runtimes, config.state_dir))
 
 
 def _difference(config: Config) -> dict[str, Any]:
@@ -92,12 +120,13 @@ def _difference(config: Config) -> dict[str, Any]:
     return {"ledger": str(config.ledger), "file": str(config.path), **found}
 
 
-def _check_document(config: Config) -> dict[str, Any]:
+def _check_document(config: Config, *, files: bool) -> dict[str, Any]:
     document = config.document
     return {
         "schema": CHECK_SCHEMA,
         "ok": True,
         "file": str(config.path),
+        "files": files,
         "listen": document.listen,
         "ledger": str(config.ledger),
         "state_dir": str(config.state_dir),
@@ -127,7 +156,7 @@ def _check_report(document: Mapping[str, Any]) -> RenderableType:
     names = ("clients", "deployments", "capabilities")
     return _text(
         [
-            f"{document['file']} can be used",
+            f"{document['file']} can be used" + ("" if document["files"] else " (models and programs: not looked at)"),
             *(f"  {name}: {', '.join(document[name]) or 'none'}" for name in names),
             f"  policy: {document['policy_revision']}",
             f"  listen: {document['listen']}",

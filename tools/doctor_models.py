@@ -7,25 +7,24 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from gpuledger.adapters.runtimes.config import CommandConfig, LlamaCppConfig, VllmConfig
-from gpuledger.adapters.runtimes.llama_cpp import NO_SERVER
 from gpuledger.adapters.runtimes.manager import RuntimeManager
-from gpuledger.adapters.runtimes.programs import NO_PROGRAM, found
+from gpuledger.adapters.runtimes.programs import found
 from gpuledger.domain.accounting import reserve_of
 from gpuledger.domain.envelopes import with_margin
 from gpuledger.domain.explain import size
-from gpuledger.domain.failures import Failure
 from gpuledger.domain.policy import Policy
 from gpuledger.domain.ports import RuntimeFacts, RuntimeFault
 from gpuledger.domain.state import Kind
 
 from .config import Config, DeploymentEntry, HostEntry
 from .doctor_findings import Finding, fail, ok, warn
+from .fault_words import pinned, told
 from .gguf_header import GgufError, read_header
 from .gguf_models import Model, model_of
 from .machine import Driver, Machine
@@ -82,7 +81,7 @@ def check_commands(machine: Machine, config: Config) -> Iterator[Finding]:
             try:
                 yield ok(name, found(runtime.command[0], machine.environment))
             except RuntimeFault as fault:
-                yield fail(name, *_told(fault, entry.id))
+                yield fail(name, *told(fault, entry.id, pinned(runtime)))
 
 
 def check_runtimes(
@@ -98,7 +97,7 @@ def check_runtimes(
         try:
             yield _runtime(entry, manager.facts(entry.id))
         except RuntimeFault as fault:
-            yield fail(f"runtime of {entry.id}", *_told(fault, entry.id))
+            yield fail(f"runtime of {entry.id}", *told(fault, entry.id, pinned(config.runtimes[entry.id])))
 
 
 def _runtime(entry: DeploymentEntry, facts: RuntimeFacts) -> Finding:
@@ -111,32 +110,6 @@ def _runtime(entry: DeploymentEntry, facts: RuntimeFacts) -> Finding:
         )
     read = "" if facts.artifact_sha256 is None else f", model {facts.artifact_sha256[:12]}… read through"
     return ok(name, f"{facts.runtime} {facts.runtime_version}{read}")
-
-
-_WORDS: Final[Mapping[tuple[Failure, str], tuple[str, str]]] = {
-    (Failure.ARTIFACT_CORRUPT, "sha256_mismatch"): (
-        "the model has another SHA-256 than is configured",
-        "download it again; if it was changed on purpose, configure its new sha256",
-    ),
-    (Failure.MODEL_LOAD_FAILED, "artifact_missing"): ("the model is not there", "correct runtime.model, or fetch it"),
-    (Failure.MODEL_LOAD_FAILED, "artifact_unreadable"): ("the model cannot be read", "let this user read it"),
-    (Failure.MODEL_LOAD_FAILED, NO_SERVER): (
-        "there is no llama-server that says its version, and no xllamacpp",
-        f"{sys.executable} -m pip install xllamacpp, or install llama.cpp, or name it as runtime.server",
-    ),
-    (Failure.MODEL_LOAD_FAILED, NO_PROGRAM): (
-        "its program is not there, or may not be run",
-        "install it, or name it with its whole path",
-    ),
-}
-
-
-def _told(fault: RuntimeFault, deployment_id: str) -> tuple[str, str]:
-    """What was found and how to mend it, with the last line of what was said."""
-    usual = (f"{fault.failure.value} ({fault.detail})", f"gpuledger profile {deployment_id} shows it happen")
-    words, mend = _WORDS.get((fault.failure, fault.detail), usual)
-    said = fault.evidence.decode("utf-8", "replace").strip().splitlines()[-1:]
-    return ": ".join([words, *said]), mend
 
 
 # ---- models -----------------------------------------------------------------------------------------------------

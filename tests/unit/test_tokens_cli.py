@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -156,7 +157,27 @@ class TestConfig:
     def test_a_model_that_is_not_there_is_told(self, folder: Path) -> None:
         runtime = "{type: llama_cpp, task: embedding, model: absent.gguf}"
         (folder / "gpuledger.yaml").write_text(CONFIG.replace("{type: reference, task: embedding}", runtime))
-        assert refused("config", "diff").startswith("config.deployments[0].runtime: ")
+        for words in (("config", "diff"), ("config", "check")):
+            told = refused(*words)
+            assert told.startswith("config.deployments[0].runtime: MODEL_LOAD_FAILED (artifact_missing)")
+            assert "correct the path, or fetch the file" in told
+        assert done("config", "check", "--no-files")["files"] is False
+        assert "models and programs: not looked at" in run("config", "check", "--no-files").stdout
+
+    def test_of_another_model_both_hashes_are_told(self, folder: Path) -> None:
+        (folder / "m.gguf").write_bytes(b"another")
+        digest = hashlib.sha256(b"another").hexdigest()
+        runtime = f"{{type: llama_cpp, task: embedding, model: m.gguf, sha256: {'a' * 64}}}"
+        (folder / "gpuledger.yaml").write_text(CONFIG.replace("{type: reference, task: embedding}", runtime))
+        told = refused("config", "check")
+        assert f"has the SHA-256 {digest}, and {'a' * 64} is configured" in told
+        assert "fetch it again" in told
+
+    def test_the_file_is_named_as_everywhere(self, folder: Path) -> None:
+        (folder / "gpuledger.yaml").rename(folder / "other.yaml")
+        assert done("config", "check", "--config", "other.yaml") == done("config", "check", "other.yaml")
+        assert done("config", "diff", "--config", "other.yaml") == done("config", "diff", "other.yaml")
+        assert "give one of them" in refused("config", "check", "other.yaml", "--config", "other.yaml")
 
 
 class TestPlanLive:

@@ -297,7 +297,7 @@ def _attribute_one(
     if seen is None or not alive or readable:
         figure = seen.used_bytes if seen is not None and seen.used_bytes is not None and alive else 0
         if not alive:
-            figure = _lingering_bytes(draft, record, used_bytes)
+            figure = _lingering_bytes(draft, state, record, used_bytes)
         estimated = not alive and _lingers(draft.world.policy, record, used_bytes)
         return SampledResident(
             resident_id=resident.resident_id,
@@ -319,13 +319,13 @@ def _attribute_one(
     )
 
 
-def _lingering_bytes(draft: Draft, record: ResidentRecord, used_bytes: int) -> int:
-    """What the device does not show free yet of a process that has just gone: it is ours until then (semantics.md 2).
+def _lingering_bytes(draft: Draft, state: AcceleratorState, record: ResidentRecord, used_bytes: int) -> int:
+    """What a card does not show free yet of a process that has just gone: it is ours until then (semantics.md 2).
 
     A process that is not there holds nothing; but its memory comes back a moment later, and is no pressure meanwhile.
     """
     eviction = record.eviction
-    if eviction is None or eviction.sleeps or eviction.used_bytes is None:
+    if state.accelerator.kind is Kind.HOST or eviction is None or eviction.sleeps or eviction.used_bytes is None:
         return 0
     if eviction.gone_at is not None and draft.now > eviction.gone_at + milliseconds(LINGERING_MS):
         return 0

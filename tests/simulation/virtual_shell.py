@@ -153,6 +153,8 @@ class Card:
     total_bytes: int
     external_bytes: int = 0
     silent: bool = False
+    #: Of processes that have ended: it is used for a while longer, and nobody's (`VirtualShell.linger_ms`).
+    lingering_bytes: int = 0
 
 
 @dataclass
@@ -221,6 +223,8 @@ class VirtualShell:
     work_ms: Callable[[str], int] = lambda _: 200
     #: Requests whose clients see an answer as soon as work begins.
     streams: Callable[[str], bool] = lambda _: False
+    #: How long cards go on showing what a process held that has ended.
+    linger_ms: int = 0
 
     def __post_init__(self) -> None:
         self.world = World()
@@ -458,10 +462,22 @@ class VirtualShell:
     def _stopped(self, effect: StopRuntime) -> None:
         process = self.processes.get(effect.resident_id)
         if process is not None:
+            if self.linger_ms:
+                self._linger(process)
             process.gone = True
             del self.processes[effect.resident_id]
         self.feed(RuntimeStopped(effect.resident_id))
         self.sample()
+
+    def _linger(self, process: FakeProcess) -> None:
+        card = next(one for one in self.cards if one.accelerator_id == process.accelerator_id)
+        held_bytes = process.held_bytes
+        card.lingering_bytes += held_bytes
+
+        def back() -> None:
+            card.lingering_bytes -= held_bytes
+
+        self.after_ms(self.linger_ms, back)
 
     def _work(self, effect: Forward) -> None:
         process = self.processes[effect.resident_id]
@@ -512,7 +528,9 @@ class VirtualShell:
             device_name="Virtual",
             driver_version="1",
             total_bytes=card.total_bytes,
-            used_bytes=min(card.total_bytes, card.external_bytes + self.held_on(card.accelerator_id)),
+            used_bytes=min(
+                card.total_bytes, card.external_bytes + card.lingering_bytes + self.held_on(card.accelerator_id)
+            ),
             health=Health.HEALTHY,
             managed=tuple(ManagedReading(p.resident_id, not p.gone, p.held_bytes) for p in here if not p.gone),
             foreign_processes=1 if card.external_bytes else 0,

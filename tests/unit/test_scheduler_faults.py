@@ -17,6 +17,7 @@ from gpuledger.domain.events import (
     LeaseGranted,
     LeaseReleased,
     PlanDecided,
+    PressureChanged,
     RequestFellBack,
     RequestRetried,
     ResidentEvicted,
@@ -453,6 +454,21 @@ def test_a_card_whose_figures_contradict_each_other_does_not_hold_the_queue() ->
     granted = next(e for e in events_of(shell, LeaseGranted) if e.request_id == "waiting")
     assert granted.granted_at - released_at < seconds(1)
     assert completed(waiting)
+
+
+@pytest.mark.parametrize("linger_ms", [50, 400])
+def test_what_an_ended_process_leaves_for_a_moment_is_no_pressure(linger_ms: int) -> None:
+    """Memory comes back some time after a process has gone: until the device shows it free, it is ours (2)."""
+    shell = started(LARGE, replace(other(LARGE), load_ms=1000))
+    shell.linger_ms = linger_ms
+    shell.ask("r1", "large@1")
+    shell.run_for(60)
+    outcome = shell.ask("r2", "other@1")
+    shell.run_for(30)
+    assert completed(outcome)
+    assert len(events_of(shell, ResidentEvicted)) == 1
+    assert not events_of(shell, PressureChanged)
+    assert not events_of(shell, FailureRecorded)
 
 
 # ---- thrashing --------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from gpuledger.domain.policy import Policy, Priority
 from gpuledger.domain.state import DOCUMENT, Kind, Residency, ResidencyPolicy, Sleep
 from gpuledger.domain.units import GIB, KIB, MAX_INTEGER, MIB, Count, Identifier, Milliseconds, PositiveBytes, Sha256Hex
 
+from .config_words import UNITS, in_words, shape_of
 from .reading import read_document
 
 #: Ids that are declared become parts of longer ones (residents, leases), which have 200 characters.
@@ -181,7 +182,7 @@ def config_of(value: Json, path: Path) -> Config:
         state_dir = _path("state_dir", document.state_dir, path.parent, problems)
     nvml_library = None if document is None else _library(document.accelerators.nvml_library, path.parent, problems)
     if problems or document is None or policy is None or address is None or ledger is None or state_dir is None:
-        raise DocumentError(problems)
+        raise DocumentError([in_words(problem) for problem in problems])
     return Config(
         path=path,
         document=document,
@@ -197,17 +198,8 @@ def config_of(value: Json, path: Path) -> Config:
 
 # ---- text -------------------------------------------------------------------------------------------------------
 
-_UNITS: Final[Mapping[str, int]] = {
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KiB": KIB,
-    "MiB": MIB,
-    "GiB": GIB,
-    "TiB": KIB * GIB,
-}
+_FACTORS: Final = (1, 10**3, 10**6, 10**9, 10**12, KIB, MIB, GIB, KIB * GIB)
+_UNITS: Final[Mapping[str, int]] = dict(zip(UNITS, _FACTORS, strict=True))
 _SIZE: Final = re.compile(rf"([0-9]{{1,16}}(?:\.[0-9]{{1,9}})?) ?({'|'.join(_UNITS)})")
 #: Mappings whose keys are an operator's own words.
 _LABELS: Final = frozenset({"labels", "node_selector", "check_schema", "check_body", "set"})
@@ -230,6 +222,8 @@ def with_sizes(value: Json, key: str = "") -> Json:
 
 _DOCUMENT: Final = TypeAdapter(ConfigDocument)
 RUNTIME_TYPES: Final = ("llama_cpp", "vllm", "command", "reference")
+#: Of a value that is wrong: all of it may be a page.
+_SHOWN: Final = 60
 #: Those that are told by which name they are asked for their model.
 _NAMED_TYPES: Final = ("vllm", "command")
 _RUNTIME: Final[TypeAdapter[RuntimeConfig]] = TypeAdapter(RuntimeConfig)
@@ -300,6 +294,10 @@ def _runtime_problem(where: str, value: dict[str, Json], detail: ErrorDetails) -
             return Problem(at(where, *steps), "unknown key")
         case "missing":
             return Problem(at(where, *steps), "is required")
+        case "string_pattern_mismatch":
+            return Problem(at(where, *steps), shape_of(detail.get("ctx", {})["pattern"]))
+        case "int_parsing" | "int_type" | "int_from_float":
+            return Problem(at(where, *steps), f"must be an integer, not {json.dumps(detail['input'])[:_SHOWN]}")
         case _:
             words = message.replace("Input should be", "must be").replace("greater than or equal to", "at least")
             return Problem(at(where, *steps), words.replace("less than or equal to", "at most").replace("'", '"'))

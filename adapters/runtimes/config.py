@@ -70,12 +70,13 @@ class LlamaCppConfig(RuntimeOptions):
     def _fits_together(self) -> Self:
         if self.micro_batch > self.batch_size:
             raise ValueError("ubatch_size: must not be greater than batch_size")
+        # What was not written is no place to look for a mistake.
+        key = "batch_size" if self.ubatch_size is None else "ubatch_size"
+        at_least = f"so it must not be less than context_length ({self.context_length})"
         if self.task is Task.EMBEDDING and self.micro_batch < self.context_length:
-            raise ValueError(
-                "ubatch_size: an embedding is computed in one piece, so it must not be less than context_length"
-            )
+            raise ValueError(f"{key}: an embedding is computed in one piece, {at_least}")
         if self.task is Task.RERANK and self.micro_batch < self.context_length:
-            raise ValueError("ubatch_size: a text is ranked in one piece, so it must not be less than context_length")
+            raise ValueError(f"{key}: a text is ranked in one piece, {at_least}")
         if self.pooling is not None and self.task is not Task.EMBEDDING:
             raise ValueError("pooling: only a deployment that serves embeddings has it")
         return self

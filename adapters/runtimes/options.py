@@ -24,7 +24,8 @@ BASE_FOLDER: Final = "base_folder"
 #: Not to be narrowed by a `Field` beside it: pydantic keeps this bound, and forgets the other.
 Positive: TypeAlias = Annotated[int, Field(ge=1, le=2**31 - 1)]
 #: A path of a server of ours, with a query where need be: what follows the port in a URL.
-UrlPath: TypeAlias = Annotated[str, Field(pattern=r"^/[A-Za-z0-9/._~!$&'()*+,;=:@%?-]*$", max_length=500)]
+URL_PATH_PATTERN: Final = r"^/[A-Za-z0-9/._~!$&'()*+,;=:@%?-]*$"
+UrlPath: TypeAlias = Annotated[str, Field(pattern=URL_PATH_PATTERN, max_length=500)]
 #: Of what is wrong with a schema: its words may quote the whole of it.
 _SHOWN_CHARACTERS: Final = 200
 

@@ -14,10 +14,12 @@ from .metrics import MetricsMapping
 from .options import Json, RuntimeOptions, resolve
 
 #: Longer ones cannot be executed (MAX_ARG_STRLEN is 128 KiB), and a NUL would end them early.
-Argument: TypeAlias = Annotated[str, Field(max_length=8_192, pattern=r"^[^\x00]*$")]
+ARGUMENT_PATTERN: Final = r"^[^\x00]*$"
+Argument: TypeAlias = Annotated[str, Field(max_length=8_192, pattern=ARGUMENT_PATTERN)]
 Arguments: TypeAlias = Annotated[tuple[Argument, ...], Field(max_length=256)]
 CommandLine: TypeAlias = Annotated[tuple[Argument, ...], Field(min_length=1, max_length=256)]
-Variable: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,199}$")]
+VARIABLE_PATTERN: Final = r"^[A-Za-z_][A-Za-z0-9_]{0,199}$"
+Variable: TypeAlias = Annotated[str, Field(pattern=VARIABLE_PATTERN)]
 
 #: Variables that are ours: what a process may see, and whose it is.
 _VISIBLE: Final = "CUDA_VISIBLE_DEVICES"

@@ -12,7 +12,8 @@ from gpuledger.domain.units import PositiveBytes, Sha256Hex
 from .options import Call, Manners, SleepCalls, Task, resolve
 from .server_config import Arguments, CommandLine, ServerOptions, resolve_program
 
-Word: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+WORD_PATTERN: Final = r"^[A-Za-z0-9_.-]{1,64}$"
+Word: TypeAlias = Annotated[str, Field(pattern=WORD_PATTERN)]
 
 #: Options that are made from other keys, or that would let others in. vLLM takes `_` for `-` in them.
 _TAKEN: Final = frozenset((

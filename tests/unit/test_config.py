@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,8 @@ class TestProblems:
             deployments=[model(concurrency=0, runtime=runtime)],
             policy={"reserve_ratio_bp": -1},
         )
-        assert "config.clients[0].token_sha256: must match ^[0-9a-f]{64}$" in found
+        hexadecimal = "must be a SHA-256: 64 hexadecimal digits, in small letters (sha256sum prints it)"
+        assert f"config.clients[0].token_sha256: {hexadecimal}" in found
         assert 'config.lisen: unknown key, did you mean "listen"?' in found
         assert "config.deployments[0].concurrency: must be at least 1" in found
         assert "config.deployments[0].runtime.threads: must be at least 1" in found
@@ -253,6 +255,41 @@ class TestProblems:
         assert problems(node={"labels": labels}) == [f"config.node.labels{problem}"]
         selecting = model(node_selector=labels)
         assert problems(deployments=[selecting]) == [f"config.deployments[0].node_selector{problem}"]
+
+    @pytest.mark.parametrize("size", ["16 Gigs", "16GIB", "-1GiB", 1.5])
+    def test_a_size_that_is_none_is_told_the_units(self, size: Json) -> None:
+        runtime: Any = {**REFERENCE, "idle_bytes": size}
+        places: dict[str, dict[str, Any]] = {
+            "accelerators.host.memory_limit_bytes": {"accelerators": {"host": {"memory_limit_bytes": size}}},
+            "policy.reserve_floor_bytes": {"policy": {"reserve_floor_bytes": size}},
+            "deployments[0].runtime.idle_bytes": {"deployments": [model(runtime=runtime)]},
+        }
+        for place, changes in places.items():
+            (told,) = problems(**changes)
+            assert told.startswith(f"config.{place}: must be a size: bytes, or a number with a unit (B, KB, "), told
+            assert told.endswith(f", as 16GiB, not {json.dumps(size)}"), told
+
+    @pytest.mark.parametrize(
+        ("key", "value", "told"),
+        [
+            ("sha256", "abcd", "must be a SHA-256: 64 hexadecimal digits"),
+            ("served_name", "a b", "must be an id: "),
+            ("dtype", "a b", "must be a word of up to 64"),
+            ("environment", ["A=B"], "must be the name of a variable"),
+            ("metrics", {"path": "http://x"}, "must be a path of a URL"),
+        ],
+    )
+    def test_a_shape_is_told_in_words(self, key: str, value: Json, told: str) -> None:
+        runtime: Any = {"type": "vllm", "task": "chat", "model": "m", key: value}
+        (problem,) = problems(deployments=[model(kind="gpu", runtime=runtime)])
+        assert told in problem
+        assert "^" not in problem
+
+    @pytest.mark.parametrize("key", ["batch_size", "ubatch_size"])
+    def test_what_is_too_small_is_the_key_that_was_set(self, key: str) -> None:
+        runtime: Any = {"type": "llama_cpp", "task": "embedding", "model": "m", "context_length": 256, key: 128}
+        told = "an embedding is computed in one piece, so it must not be less than context_length (256)"
+        assert problems(deployments=[model(runtime=runtime)]) == [f"config.deployments[0].runtime.{key}: {told}"]
 
     @pytest.mark.parametrize(
         ("host", "problem"),

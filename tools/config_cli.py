@@ -21,6 +21,10 @@ from .ledger_target import BAD_INPUT, TargetError, bad_input_ends, usual_config,
 from .plan_report import console, printable
 
 CHECK_SCHEMA: Final = "gpuledger.config-check/1"
+#: Nobody who looks for such a key below shall think that it did not change.
+_NOT_RECORDED: Final = (
+    "Not shown: accelerators and the other keys that are no entry of the ledger. They take effect at the start."
+)
 
 FileArgument = Annotated[
     Path | None,
@@ -78,7 +82,7 @@ def diff(file: FileArgument = None, config: ConfigOption = None, as_json: AsJson
     """
     with bad_input_ends():
         document = _difference(load_config(_named(file, config)))
-        _show(document, as_json, _diff_report(document))
+        _show(document, as_json, diff_report(document))
 
 
 def _named(file: Path | None, config: Path | None) -> Path:
@@ -165,13 +169,13 @@ def _check_report(document: Mapping[str, Any]) -> RenderableType:
     )
 
 
-def _diff_report(document: Mapping[str, Any]) -> RenderableType:
+def diff_report(document: Mapping[str, Any]) -> RenderableType:
     # The hashes of the file are recorded whenever anything in it changes.
     events = [event for event in document["events"] if event["type"] != "ConfigurationApplied"]
     lines = [f"A start would record in {document['ledger']}:" if events else "A start would record nothing of it."]
     for event in events:
         lines.append(f"  {event['type']} in {event['stream']}")
-        lines += [f"    {one['key']}: {_json(one['from'])} to {_json(one['to'])}" for one in event["changes"]]
+        lines += [f"    {_change(event, one)}" for one in event["changes"]]
     if document["kept"]:
         lines.append("Kept, since an operator changed it and the file did not change since:")
     for kept in document["kept"]:
@@ -179,7 +183,16 @@ def _diff_report(document: Mapping[str, Any]) -> RenderableType:
         lines += [
             f"    {one['key']}: {_json(one['to'])}, where the file says {_json(one['from'])}" for one in kept["changes"]
         ]
-    return _text(lines)
+    return _text([*lines, _NOT_RECORDED])
+
+
+def _change(event: Mapping[str, Any], change: Mapping[str, Any]) -> str:
+    """A change of the hash is one of its runtime, which is told by what follows from it."""
+    if change["key"] != "config_hash":
+        return f"{change['key']}: {_json(change['from'])} to {_json(change['to'])}"
+    told = "its runtime, model or version changed (config_hash)"
+    follows = "what it takes was measured so before" if event["measured"] else "it has to be measured again"
+    return f"{told}: {follows}"
 
 
 def _text(lines: list[str]) -> Text:

@@ -12,7 +12,9 @@ from gpuledger.domain.configuration import Configuration, difference
 from gpuledger.domain.draft import Draft
 from gpuledger.domain.events import (
     ClientRevised,
+    DeploymentRegistered,
     DeploymentRevised,
+    DeploymentSpec,
     NewEvent,
     NodeRegistered,
     PolicyRevised,
@@ -29,6 +31,7 @@ Document: TypeAlias = dict[str, Any]
 
 def diff_document(world: World, configuration: Configuration, now: int) -> Document:
     """`events` are those of the start that are about what is declared; each that revises something says what.
+    `measured`, of deployments: whether an envelope is known of what they become.
 
     `kept` is where the state differs from the file all the same: an operator changed it, and the file did not change.
     """
@@ -46,12 +49,23 @@ def diff_document(world: World, configuration: Configuration, now: int) -> Docum
 
 def _event(world: World, event: NewEvent) -> Document:
     kind = type(event.data)
-    return {
+    document = {
         "type": kind.__name__,
         "stream": event.stream,
         "changes": _changes(world, event),
         "data": TypeAdapter[Any](kind).dump_python(event.data, mode="json"),
     }
+    if isinstance(event.data, DeploymentRevised | DeploymentRegistered):
+        document["measured"] = _is_measured(world, event.data.spec)
+    return document
+
+
+def _is_measured(world: World, spec: DeploymentSpec) -> bool:
+    """Whether an envelope of what it is to become is known, of whatever class of accelerator."""
+    known = world.deployments.get(spec.deployment_id)
+    return known is not None and any(
+        one.envelope.config_hash == spec.config_hash and not one.envelope.suspect for one in known.measured
+    )
 
 
 def _changes(world: World, event: NewEvent) -> list[Document]:

@@ -27,7 +27,15 @@ from .doctor_host import (
     check_overcommit,
 )
 from .doctor_ledger import check_address, check_disk, check_permissions, check_scheduler, pids_of_scheduler
-from .doctor_models import check_binding, check_commands, check_models, check_places, check_runtimes, check_servers
+from .doctor_models import (
+    check_binding,
+    check_commands,
+    check_models,
+    check_places,
+    check_runtimes,
+    check_served,
+    check_servers,
+)
 from .machine import Driver, Machine
 
 SCHEMA: Final = "gpuledger.doctor/1"
@@ -102,6 +110,7 @@ def _of_configuration(machine: Machine, driver: Driver, config: Config, asked: A
     yield from guarded("permissions", lambda: check_permissions(config))
     yield from guarded("scheduler", lambda: check_scheduler(machine, config))
     yield from guarded("address", lambda: check_address(machine, config))
+    yield from guarded("deployments", lambda: check_served(config))
     yield from guarded("places", lambda: check_places(driver, config))
     yield from guarded("models", lambda: check_models(machine, driver, config))
     yield from guarded("programs", lambda: check_commands(machine, config))

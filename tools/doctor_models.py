@@ -207,6 +207,20 @@ def _room(machine: Machine, driver: Driver, config: Config, entry: DeploymentEnt
     return _Room(total_bytes, max(0, total_bytes - reserve_of(config.policy, total_bytes)))
 
 
+def check_served(config: Config) -> Iterator[Finding]:
+    """Whether there is anything to serve, and anybody to ask for it. Nothing to say where there is."""
+    if not config.document.deployments:
+        yield warn(
+            "deployments",
+            "the configuration has none: a server that is started with it serves nothing",
+            "gpuledger init FOLDER --models MODELS writes one for each model; docs/configuration.md has every key",
+        )
+    if not config.document.clients:
+        yield warn(
+            "clients", "the configuration has none: nobody may ask", "add one under `clients`, then make its token"
+        )
+
+
 def check_places(driver: Driver, config: Config) -> Iterator[Finding]:
     """Whether there is an accelerator of the kind of each deployment at all."""
     accelerators = config.document.accelerators

@@ -67,7 +67,8 @@ def _bound(config: Config) -> socket.socket:
         return bind(config.host, config.port)
     except OSError as error:
         in_use = error.errno == errno.EADDRINUSE
-        why = "is in use by another program" if in_use else f"cannot be used ({error.strerror})"
+        named = f"`gpuledger doctor --config {config.path}` names it"
+        why = f"is in use by another program: {named}" if in_use else f"cannot be used ({error.strerror})"
         raise TargetError(f"config.listen: {address} {why}") from None
     except UnicodeError:
         # What Python says of text that it cannot put into a question to the name service.

@@ -22,6 +22,11 @@ from .envelopes import Unmeasured
 #: Tokens that the example leaves beside its configuration.
 TOKEN_SUFFIX: Final = ".token"  # noqa: S105
 
+_NOTHING: Final = (
+    "It serves nothing: the configuration has no deployments. `gpuledger init FOLDER --models MODELS` writes one for "
+    "each model."
+)
+
 
 class ConsoleAnnouncer:
     """Implements `Announcer`."""
@@ -45,6 +50,8 @@ class ConsoleAnnouncer:
     def ready(self, world: World, unmeasured: list[Unmeasured]) -> None:
         parts: list[RenderableType] = [_accelerators(world), Text(), _deployments(world), Text()]
         parts += [Text(self._failure(one), style="bold red") for one in unmeasured]
+        if not self._config.document.deployments:
+            parts.append(Text(_NOTHING, style="yellow"))
         if self._config.remote:
             parts.append(Text("Reachable from other machines, unencrypted: put TLS in front of it.", style="yellow"))
         parts.append(Text(f"Listening on {self._base_url}  (/readyz, /metrics)"))

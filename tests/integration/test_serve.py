@@ -196,7 +196,7 @@ class TestRefusals:
             port = other.getsockname()[1]
             refused = run_config(tmp_path, configuration([embedding()], listen=f"127.0.0.1:{port}"))
         assert refused.returncode == 2
-        assert f"127.0.0.1:{port} is in use" in refused.stderr
+        assert f"127.0.0.1:{port} is in use by another program: `gpuledger doctor --config " in refused.stderr
 
     def test_a_host_that_is_no_name(self, tmp_path: Path) -> None:
         refused = run_config(tmp_path, configuration([embedding()], listen="a..b:0", allow_remote=True))

@@ -539,6 +539,18 @@ class TestModels:
         assert results(driver, host=False).count(FAIL) == 1
 
 
+class TestServed:
+    def test_nothing_to_serve_and_nobody_to_ask(self, made: Made, tmp_path: Path, tiny_chat_gguf: Path) -> None:
+        bare = config(tmp_path, clients=[])
+        assert [(one.name, one.result) for one in doctor_models.check_served(bare)] == [
+            ("deployments", WARN),
+            ("clients", WARN),
+        ]
+        shown = list(examined(made.machine(), Asked(bare, quick=True)))
+        assert named(shown, "deployments").result is WARN
+        assert list(doctor_models.check_served(config(tmp_path, llama(tiny_chat_gguf)))) == []
+
+
 class TestRuntimes:
     def check(self, made: Made, loaded: Config) -> Finding:
         return only(doctor_models.check_runtimes(made.machine(), loaded))

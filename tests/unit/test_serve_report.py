@@ -44,3 +44,10 @@ def test_one_that_never_started_has_no_log(tmp_path: Path) -> None:
     shown = told(tmp_path, [failed("emb")])
     assert "emb could not be measured: MODEL_LOAD_FAILED: exit_status_2" in shown
     assert "printed" not in shown
+
+
+def test_a_server_with_nothing_to_serve_says_so(tmp_path: Path) -> None:
+    assert "It serves nothing: the configuration has no deployments." in told(tmp_path, [])
+    runtime = {"type": "reference", "task": "embedding"}
+    served = {"id": "emb", "capability": "emb@1", "kind": "host", "runtime": runtime}
+    assert "serves nothing" not in told(tmp_path, [], (served,))

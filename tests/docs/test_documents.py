@@ -17,6 +17,8 @@ import typer
 
 from gpuledger.adapters.http.metrics import Metrics
 from gpuledger.adapters.http.openai_errors import status_of
+from gpuledger.adapters.http.operator import CALLS_AT_ONCE, CALLS_PER_SECOND
+from gpuledger.adapters.http.operator_ports import Denial
 from gpuledger.adapters.http.ports import ServerFacts
 from gpuledger.adapters.runtimes.manager import INHERITED
 from gpuledger.adapters.runtimes.vllm import SETTINGS as VLLM_SETTINGS
@@ -332,6 +334,33 @@ def test_clients_are_told_the_status_of_every_reason() -> None:
     assert {reason.value: told.get(reason.value) for reason in Reason} == {
         reason.value: {status_of(reason)} for reason in Reason
     }
+
+
+def test_operators_are_told_the_status_of_every_code() -> None:
+    told: dict[str, set[str]] = {}
+    for statuses, codes, _ in rows_of(ROOT / "docs" / "operating.md", "| status | code of an operator's call |"):
+        for code in re.findall(r"[a-z_]+", codes):
+            told.setdefault(code, set()).update(statuses.split(", "))
+    door = (ROOT / "adapters" / "http" / "operator.py").read_text("utf-8")
+    made = re.findall(r'ApiError\((\d+), "([a-z_]+)"', door)
+    assert len(made) >= 4
+    assert {(status, code) for status, code in made if status not in told.get(code, set())} == set()
+    assert {denial.value for denial in Denial} - told.keys() == set()
+    # The other way: none that nobody makes.
+    sources = "".join(path.read_text("utf-8") for path in (ROOT / "adapters" / "http").glob("*.py"))
+    assert {code for code in told if f'"{code}"' not in sources} == set()
+
+
+def test_clients_are_told_of_a_route_that_is_not_for_them() -> None:
+    rows = rows_of(ROOT / "docs" / "clients.md", "| status | code |")
+    assert [status for status, codes, _ in rows if "`operator_token_needed`" in codes] == ["403"]
+
+
+def test_the_pace_of_operators_is_as_it_is_told() -> None:
+    text = (ROOT / "docs" / "operating.md").read_text("utf-8")
+    quiet_seconds = CALLS_AT_ONCE // CALLS_PER_SECOND
+    told = f"A token has {CALLS_PER_SECOND} calls a second; one that was quiet for {quiet_seconds} seconds"
+    assert f"{told} may make {CALLS_AT_ONCE} at once." in text
 
 
 def test_headers_that_are_named_exist() -> None:

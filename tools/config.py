@@ -21,7 +21,14 @@ from pydantic import Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from gpuledger.adapters.paths import written_path
-from gpuledger.adapters.runtimes.config import BASE_FOLDER, LlamaCppConfig, RuntimeConfig, Task, VllmConfig
+from gpuledger.adapters.runtimes.config import (
+    BASE_FOLDER,
+    CommandConfig,
+    LlamaCppConfig,
+    RuntimeConfig,
+    Task,
+    VllmConfig,
+)
 from gpuledger.domain.document_problems import DocumentError, Problem, at, problems_of
 from gpuledger.domain.documents import Json, inspected, policy_document, policy_of
 from gpuledger.domain.policy import Policy, Priority
@@ -421,6 +428,10 @@ def _runtime_fits(where: str, deployment: DeploymentEntry, runtime: RuntimeConfi
             yield Problem(at(where, "gpu_layers"), "must be 0 where kind is host")
         if deployment.kind is Kind.GPU and not on_gpu:
             yield Problem(at(where, "gpu_layers"), 'must be "all" or at least 1 where kind is gpu')
+    if isinstance(runtime, VllmConfig | CommandConfig) and runtime.served_name != deployment.capability:
+        # Requests are passed on as they come, and the checks would find a name that no client says.
+        told = f"must be the capability ({deployment.capability}), by which clients name it: leave it out"
+        yield Problem(at(where, "served_name"), told)
     if isinstance(runtime, VllmConfig) and deployment.kind is not Kind.GPU:
         yield Problem(at(where, "type"), "vllm serves where kind is gpu, and nowhere else")
 

@@ -32,7 +32,7 @@ class ServerOptions(RuntimeOptions):
     served_name: str = Field(
         default="model",
         pattern=ID_PATTERN,
-        description="The name by which requests ask it for its model: the capability when absent.",
+        description="The name by which requests ask it for its model, which is the capability.",
     )
     folder: Path = Field(
         default=Path(),

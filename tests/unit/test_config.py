@@ -285,6 +285,16 @@ class TestProblems:
         assert told in problem
         assert "^" not in problem
 
+    def test_a_server_is_asked_by_the_name_that_clients_say(self) -> None:
+        """Another one would pass the checks, and no request of a client."""
+        vllm: Any = {"type": "vllm", "task": "chat", "model": "m"}
+        any_other: Any = {"type": "command", "task": "chat", "command": ["x", "{port}"], "version": "1"}
+        for runtime in (vllm, any_other):
+            named = read(deployments=[model(kind="gpu", runtime={**runtime, "served_name": "emb@1"})])
+            assert named.runtimes == read(deployments=[model(kind="gpu", runtime=runtime)]).runtimes
+            (told,) = problems(deployments=[model(kind="gpu", runtime={**runtime, "served_name": "other"})])
+            assert told.startswith("config.deployments[0].runtime.served_name: must be the capability (emb@1)")
+
     @pytest.mark.parametrize("key", ["batch_size", "ubatch_size"])
     def test_what_is_too_small_is_the_key_that_was_set(self, key: str) -> None:
         runtime: Any = {"type": "llama_cpp", "task": "embedding", "model": "m", "context_length": 256, key: 128}

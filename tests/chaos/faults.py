@@ -143,7 +143,7 @@ class Faults:
 
     def _hang_runtime(self) -> None:
         """Longer than the gateway waits for an answer."""
-        self._halt("stopped for long", UPSTREAM_SECONDS + 2.0, UPSTREAM_SECONDS + 8.0)
+        self._halt("stopped for long", UPSTREAM_SECONDS + 5.0, UPSTREAM_SECONDS + 25.0)
 
     def _halt(self, what: str, least: float, most: float) -> None:
         if (found := self._some_runtime(what)) is not None:

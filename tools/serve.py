@@ -42,6 +42,9 @@ MAX_HEAD_BYTES: Final = 32 * 1024
 SPARE_CONNECTIONS: Final = 256
 #: After the drain, for the last connections.
 HTTP_GRACE_SECONDS: Final = 5
+#: An idle connection stays open for longer than OpenAI's client (5 s) keeps one, and than clients are told to wait: who
+#: comes back on a connection that is being closed is answered by nobody.
+KEEP_ALIVE_SECONDS: Final = 30
 
 _log = structlog.get_logger(__name__)
 
@@ -187,6 +190,7 @@ class _HttpServer(uvicorn.Server):
                 server_header=False,
                 h11_max_incomplete_event_size=MAX_HEAD_BYTES,
                 limit_concurrency=max_open_requests + SPARE_CONNECTIONS,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=HTTP_GRACE_SECONDS,
             )
         )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import base64
+import select
 import struct
 import wave
 import zlib
 from collections.abc import Generator
+from contextlib import closing
+from http.client import HTTPConnection
 from io import BytesIO
 from pathlib import Path
 
@@ -66,6 +69,18 @@ class TestModels:
             with pytest.raises(openai.PermissionDeniedError) as refused:
                 api.models.retrieve("emb@1")
             assert refused.value.code == "capability_not_allowed"
+
+
+def test_the_client_lets_go_of_a_connection_before_the_server_does(server: Serving) -> None:
+    """Else who comes back just then, as when told to do so after five seconds, would find it closed."""
+    patience = openai.DEFAULT_CONNECTION_LIMITS.keepalive_expiry
+    assert patience is not None
+    host, port = server.base_url.removeprefix("http://").split(":")
+    with closing(HTTPConnection(host, int(port), timeout=PATIENCE_SECONDS)) as connection:
+        connection.request("GET", "/readyz")
+        assert connection.getresponse().read()
+        closed, _, _ = select.select([connection.sock], [], [], patience + 1)
+        assert not closed
 
 
 class TestEmbeddings:

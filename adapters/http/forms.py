@@ -184,6 +184,10 @@ class _Reader:
             raise bad_request(f"{name} is there twice", name)
         self._name = name
         if name == FILE:
+            if b"filename" not in options:
+                raise bad_request(
+                    "file must be sent as a file, with a name (curl: -F file=@PATH), and not as text", FILE
+                )
             self._has_file = True
             self._form.file_name = _file_name(options.get(b"filename", b"").decode("utf-8", "replace"))
             self._form.file_type = _file_type(self._headers.get(b"content-type", b"").decode("latin-1"))

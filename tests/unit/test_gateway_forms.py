@@ -24,6 +24,7 @@ pytestmark = pytest.mark.anyio
 
 PATH = "/v1/audio/transcriptions"
 WAV = b"RIFF" + bytes(range(256)) * 8
+NAMED = '; filename="a.wav"'
 FIELDS: dict[str, Any] = {"model": "ears@1", "language": "en", "temperature": "0.2", "response_format": "json"}
 
 
@@ -297,8 +298,10 @@ class TestBadForms:
             (b"--b\r\n", "ends before"),
             (part("model", b"ears@1"), "ends before"),
             (part("model", b"ears@1") + b"--b--\r\n", "audio file"),
-            (part("model", b"ears@1") + part("file", b"") + b"--b--\r\n", "not empty"),
-            (part("model", b"ears@1") + part("file", b"x") + part("file", b"x") + b"--b--\r\n", "twice"),
+            (part("model", b"ears@1") + part("file", b"", NAMED) + b"--b--\r\n", "not empty"),
+            (part("model", b"ears@1") + part("file", b"x", NAMED) + part("file", b"x", NAMED) + b"--b--\r\n", "twice"),
+            # What curl makes of -F file=notafile.
+            (part("model", b"ears@1") + part("file", b"notafile") + b"--b--\r\n", "sent as a file"),
             (part("model", b"\xff") + part("file", b"x") + b"--b--\r\n", "UTF-8"),
             (b"--b\r\nContent-Type: text/plain\r\n\r\nx\r\n--b--\r\n", "a name"),
             (b"--b\r\nno header\r\n\r\nx\r\n--b--\r\n", "well-formed"),

@@ -125,6 +125,7 @@ _WORDS: Final[Mapping[str, Callable[[ErrorDetails], str]]] = {
     "finite_number": _INTEGER,
     "string_type": _must_be("a string"),
     "bool_type": _must_be("true or false"),
+    "bool_parsing": _must_be("true or false"),
     "tuple_type": _LIST,
     "list_type": _LIST,
     "dict_type": _OBJECT,

@@ -112,7 +112,7 @@ def describe(refusal: Refusal) -> str:
         case Reason.RESIDENT_DRAINING:
             return f"its resident {of['resident_id']} is {of['state']}"
         case Reason.CONCURRENCY_LIMIT:
-            return f"{of['active_leases']} requests run, at most {of['concurrency']}"
+            return f"as many run as it serves at once: {of['active_leases']} of {of['concurrency']}"
         case Reason.DRAINING_FOR_WAITER:
             return f"its door is closed: {of['waiter']} waits for this resident to go"
         case Reason.LOAD_BACKOFF:

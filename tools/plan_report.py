@@ -118,7 +118,9 @@ COPIED: Final = frozenset({"plan", "request", "lease"})
 
 def table_of(title: str, *columns: str) -> Table:
     """A table; a column whose name begins with `#` is of numbers. Ids that people copy are the last to be folded."""
-    table = Table(title=Text(title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    # A title may be longer than its table is wide.
+    told = Text(title, style="bold", no_wrap=True, overflow="ignore")
+    table = Table(title=told, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         number = column.startswith("#")
         copied = column in COPIED

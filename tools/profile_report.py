@@ -14,7 +14,7 @@ from rich.text import Text
 
 from gpuledger.adapters.ledger.codec import draft as encoded
 from gpuledger.domain.events import NewEvent, StreamKind, stream_name
-from gpuledger.domain.explain import duration, size
+from gpuledger.domain.explain import duration, short, size
 from gpuledger.domain.policy import Policy
 
 from .measure import Measurement
@@ -162,7 +162,9 @@ def _figures(measurement: Measurement) -> RenderableType:
     }
     for name, figure in rows.items():
         table.add_row(name, figure)
-    recorded = f"recorded for configuration {event.envelope.config_hash[:16]} of {event.runtime_version}"
+    recorded = (
+        f"recorded for configuration {short(event.envelope.config_hash)}, runtime version {event.runtime_version}"
+    )
     return Group(table, Text(recorded))
 
 

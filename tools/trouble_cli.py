@@ -194,7 +194,7 @@ def _done(document: Document) -> str:
     """What was done about them, in a line; empty where nothing was."""
     told = [
         (sum(document["retries"].values()), "tried again"),
-        (sum(document["fallbacks"].values()), "served by the fallback"),
+        (sum(document["fallbacks"].values()), "planned for the fallback"),
         (document["preemptions"], "leases preempted"),
         (sum(document["degradations"].values()), "times a capability was degraded"),
         (document["recoveries"], "times one recovered"),

@@ -20,6 +20,7 @@ from gpuledger.domain.reasons import Reason
 from gpuledger.domain.state import Sleep
 from gpuledger.domain.units import GIB, MIB
 from gpuledger.tools import cli, reading
+from gpuledger.tools.plan_report import console, table_of
 from tests.unit.situations import NOW, ago, ask, lease, model, queued, resident, state_of
 
 VECTORS = Path(__file__).parents[1] / "vectors"
@@ -292,3 +293,10 @@ class TestSchema:
 
     def test_of_nothing_else(self, run: Run) -> None:
         assert run("schema", "cat").status == 2
+
+
+def test_a_title_is_one_line_however_narrow_its_table_is(capsys: pytest.CaptureFixture[str]) -> None:
+    table = table_of("Policy m10-v1 to m10-v1+36252b33", "key")
+    table.add_row("a")
+    console().print(table)
+    assert capsys.readouterr().out.splitlines()[0] == "Policy m10-v1 to m10-v1+36252b33"

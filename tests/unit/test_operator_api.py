@@ -519,6 +519,11 @@ class TestBodies:
             assert error_of(await door.get("/shell"), 404)["code"] == "not_found"
             assert error_of(await door.get("/unload"), 405)["code"] == "method_not_allowed"
 
+    async def test_what_is_no_answer_to_yes_or_no(self) -> None:
+        async with control() as door:
+            answer = await door.post("/policy", {"policy": {}}, dry_run="maybe")
+            assert error_of(answer, 422)["message"] == 'query.dry_run: must be true or false, not "maybe"'
+
 
 class TestPace:
     async def test_a_token_has_so_many_calls(self) -> None:

@@ -28,6 +28,7 @@ from gpuledger.domain.events import (
     PlanDecided,
     ReleaseCause,
     RequestFailed,
+    RequestFellBack,
     RequestRetried,
     ResidencyPolicyChanged,
     ResidentSlept,
@@ -37,6 +38,7 @@ from gpuledger.domain.events import (
 )
 from gpuledger.domain.failures import CAPACITY_FAILURES, EMPTY_SHA256, Failure
 from gpuledger.domain.policy import Pressure
+from gpuledger.domain.reasons import Reason
 from gpuledger.domain.state import Attribution, Health, Residency, ResidencyPolicy
 from gpuledger.domain.units import GIB, format_instant, seconds
 from gpuledger.projections.alerts import AlertKind
@@ -143,6 +145,7 @@ class TestAlerts:
         ledger.add("capability:chat@1", CapabilityDegraded("chat@1", ledger.now, 3, Failure.TIMEOUT, "load"))
         ledger.add(f"node:{NODE}", NodeCordoned(NODE, "ann"))
         ledger.add(f"node:{NODE}", NodeDrainStarted(NODE, "operator", "ann"))
+        ledger.add("policy", LabPaused("ann"))
         ledger.sample(blind="PID_NAMESPACE", pressure=Pressure.HIGH, pressure_bp=7312)
         seen = {one["kind"]: one for one in desk.asked("alerts")["alerts"]}
         ledger.add(f"telemetry:{NODE}", TelemetryMissed(NODE, ledger.now, (CARD,), "NVML_TIMEOUT"))
@@ -263,7 +266,7 @@ class TestQueue:
             assert one["waiting_since"] == format_instant(plans[-1].at)
             assert isinstance(plans[-1].data, PlanDecided)
             assert one["figures"] == plans[-1].data.plan["figures"][one["waiting_for"]["reason"]]
-        assert "requests run, at most 1" in desk.told("queue")
+        assert "as many run as it serves at once: 1 of 1" in desk.told("queue")
 
     def test_one_that_is_tried_again(self, desk: Desk) -> None:
         _, record = next(iter(desk.ledger.world.leases()))
@@ -276,6 +279,12 @@ class TestQueue:
         one = next(one for one in desk.asked("queue")["queue"] if one["request_id"] == request_id)
         assert (one["attempt"], one["held_by"], one["waiting_for"]) == (2, record.resident_id, None)
         assert f"to be planned when {record.resident_id} is gone" in desk.told("queue")
+
+    def test_one_that_fell_back_is_only_planned_for_the_fallback(self, desk: Desk) -> None:
+        request_id = next(iter(desk.ledger.world.requests))
+        fell_back = RequestFellBack(request_id, 1, 1, Reason.LAB_ONLY, None, "REJECT_POLICY")
+        desk.ledger.add(f"request:{request_id}", fell_back)
+        assert "1 planned for the fallback" in desk.told("failures")
 
     def test_nobody(self, tmp_path: Path) -> None:
         path = write_export(crowded_minutes(), tmp_path / "export")

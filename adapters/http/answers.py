@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -13,6 +14,11 @@ from gpuledger.domain.documents import Json
 MAX_LINE_BYTES: Final = 1024 * 1024
 _DATA: Final = b"data:"
 _DONE: Final = b"[DONE]"
+#: What llama.cpp says of a text that is too long, with its bound: how many tokens it takes in one batch, or in all.
+_TOO_LONG: Final = re.compile(
+    r"input \((?P<batch_given>\d+) tokens\) is too large to process\b.{0,80}\(current batch size: (?P<batch>\d+)\)"
+    r"|request \((?P<given>\d+) tokens\) exceeds the available context size \((?P<context>\d+) tokens\)",
+)
 
 
 @dataclass(slots=True)
@@ -99,3 +105,18 @@ def complaint(body: bytes) -> str:
         if isinstance(told, dict) and name in told:
             told = told[name]
     return told if isinstance(told, str) else "the runtime refused the request"
+
+
+def for_clients(told: str, capability: str) -> str:
+    """A complaint without advice that only whoever runs the server could follow.
+
+    >>> for_clients("request (900 tokens) exceeds the available context size (512 tokens), try increasing it", "rag@1")
+    'the text has 900 tokens, and rag@1 takes 512 at once'
+    >>> for_clients("no such role", "rag@1")
+    'no such role'
+    """
+    found = _TOO_LONG.search(told)
+    if found is None:
+        return told
+    given, limit = found["batch_given"] or found["given"], found["batch"] or found["context"]
+    return f"the text has {given} tokens, and {capability} takes {limit} at once"

@@ -21,7 +21,7 @@ from gpuledger.adapters.complaints import out_of_memory
 from gpuledger.domain.failures import Failure
 from gpuledger.domain.policy import Priority
 
-from .answers import EventStream, Usage, complaint, named
+from .answers import EventStream, Usage, complaint, for_clients, named
 from .auth import Client
 from .headers import of_granted
 from .openai_errors import CLIENT_CLOSED, ApiError, failure_error, lost_error
@@ -233,8 +233,9 @@ class Attempt:
         raise _unfit(answer)
 
     def _take_complaint(self, status: int, told: str) -> None:
-        """The request is to blame, in the words of the runtime."""
-        error = ApiError(status, "invalid_request", told, request_id=self._granted.request_id)
+        """The request is to blame, in the words of the runtime where they say something to who sent it."""
+        message = for_clients(told, self._work.capability)
+        error = ApiError(status, "invalid_request", message, request_id=self._granted.request_id)
         self._take(status, "application/json", orjson.dumps(error.document()))
 
     def _take(self, status: int, kind: str, body: bytes) -> None:

@@ -115,15 +115,17 @@ class TestWhole:
         assert (ending.status, ending.failure) == (400, None)
 
     async def test_a_500_by_which_the_runtime_blames_the_request_is_the_clients(self) -> None:
-        """llama.cpp says so of a text that is longer than its micro-batch."""
-        told = "input (3002 tokens) is too large to process. increase the physical batch size"
+        """llama.cpp says so of a text that is longer than its micro-batch, with advice that no client can follow."""
+        advice = "increase the physical batch size (current batch size: 512)"
+        told = f"input (3002 tokens) is too large to process. {advice}"
 
         async def complain(_: httpx.Request) -> httpx.Response:
             return answer_of(500, {"error": {"code": 500, "message": told, "type": "server_error"}})
 
         async with door(complain) as gate:
             answer = await gate.http.post("/v1/embeddings", json=EMBED)
-        assert (answer.status_code, answer.json()["error"]["message"]) == (400, told)
+        words = "the text has 3002 tokens, and emb@1 takes 512 at once"
+        assert (answer.status_code, answer.json()["error"]["message"]) == (400, words)
         (ending,) = gate.desk.ended
         assert (ending.status, ending.failure) == (400, None)
 

@@ -7,8 +7,9 @@ recorded, and at the `Forward` effects that say that work may begin.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import structlog
 
@@ -400,7 +401,7 @@ def _work_ended(request_id: str, lease_id: str | None, ending: Ending, unsent: b
 
 def _doubt(world: World, plan: PlanFacts | None) -> str | None:
     """Why the envelope that a plan did not count is suspect."""
-    document = {} if plan is None else plan.document
+    document: Mapping[str, Any] = {} if plan is None else plan.document
     deployment = world.deployments.get(str(document.get("deployment_id")))
     figures = document.get("figures", {}).get(Reason.NO_MEASURED_ENVELOPE.value, {})
     return None if deployment is None else doubt_of(deployment, str(figures.get("gpu_class")))

@@ -106,7 +106,7 @@ class Faults:
         return (
             (self._kill_runtime, 6),
             (self._stop_runtime, 5),
-            (self._hang_runtime, 1),
+            (self._hang_runtime, 3),
             (self._break_loads, 2),
             (self._cordon, 1),
             (self._drain, 1),

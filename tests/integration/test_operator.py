@@ -255,7 +255,13 @@ class TestRestart:
         with serving(tmp_path, config) as server:
             world = server.world()
             assert (world.policy.max_replans, world.nodes["local"].cordoned) == (7, True)
-            wait_until(server.is_ready, server.log)
+            wait_until(lambda: _conditions(server).get("admitting") is True, server.log)
+            assert _conditions(server)["nodes"] is False, "a node that is cordoned and empty takes no work"
+
+
+def _conditions(server: Serving) -> dict[str, bool]:
+    with server.http() as http:
+        return {name: one["holds"] for name, one in http.get("/readyz").json()["conditions"].items()}
 
 
 def _diff(folder: Path) -> Any:

@@ -252,10 +252,10 @@ class TestRestart:
             "ConfigurationApplied",
         ]
         assert {"key": "max_replans", "from": 7, "to": 3} in shown["events"][0]["changes"]
-        with serving(tmp_path, config) as server:
+        with serving(tmp_path, config, ready=False) as server:
+            wait_until(lambda: _conditions(server).get("admitting") is True, server.log)
             world = server.world()
             assert (world.policy.max_replans, world.nodes["local"].cordoned) == (7, True)
-            wait_until(lambda: _conditions(server).get("admitting") is True, server.log)
             assert _conditions(server)["nodes"] is False, "a node that is cordoned and empty takes no work"
 
 

@@ -142,22 +142,22 @@ class Faults:
         self._halt("stopped for a moment", 0.3, 6.0)
 
     def _hang_runtime(self) -> None:
-        """Longer than the gateway waits for an answer."""
-        self._halt("stopped for long", UPSTREAM_SECONDS + 5.0, UPSTREAM_SECONDS + 25.0)
+        """Longer than the gateway waits for an answer: one at work, since one that is idle is evicted meanwhile."""
+        self._halt("stopped for long", UPSTREAM_SECONDS + 5.0, UPSTREAM_SECONDS + 25.0, idle_weight=0)
 
-    def _halt(self, what: str, least: float, most: float) -> None:
-        if (found := self._some_runtime(what)) is not None:
+    def _halt(self, what: str, least: float, most: float, *, idle_weight: int = 1) -> None:
+        if (found := self._some_runtime(what, idle_weight)) is not None:
             self.done[f"runtime {what}"] += 1
             _send(found, signal.SIGSTOP)
             self._later(least, most, lambda: _send(found, signal.SIGCONT))
 
-    def _some_runtime(self, what: str) -> ProcessIdentity | None:
+    def _some_runtime(self, what: str, idle_weight: int = 1) -> ProcessIdentity | None:
         table = procfs.scan()
         alive = [one for one in self.follower.processes.copy().items() if table.is_alive(one[1])]
-        if not alive:
-            return None
         busy = {record.resident_id for _, record in self.follower.world.leases()}
-        weights = [_BUSY_WEIGHT if one in busy else 1 for one, _ in alive]
+        weights = [_BUSY_WEIGHT if one in busy else idle_weight for one, _ in alive]
+        if not any(weights):
+            return None
         resident_id, process = self.draw.choices(alive, weights)[0]
         self.hits.append(Hit(time.monotonic(), what, resident_id=resident_id))
         return process

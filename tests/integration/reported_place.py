@@ -23,7 +23,7 @@ from gpuledger.domain.units import GIB
 from gpuledger.domain.world import World
 from tests.integration.gpu_stand_in import ForeignProgram
 from tests.integration.reported_live import TOKENS, Document, Live, fault_file
-from tests.integration.reported_stage import INTERVAL_SECONDS, Stage
+from tests.integration.reported_stage import Stage
 from tests.integration.serving import PATIENCE_SECONDS
 
 HOST: Final = "host:local"
@@ -94,16 +94,8 @@ class Place:
 
     async def contradicted(self) -> None:
         """From now on the driver tells another total at every look: no sample of the card is of use any more."""
-        telling = asyncio.create_task(self._tell_other_totals())
-        self.requests.push_async_callback(_given_up, telling)
+        self.stage.gpus.change(self.card(), restless=True)
         await self.stage.until(lambda world: self.state(world=world).invalid)
-
-    async def _tell_other_totals(self) -> None:
-        total_bytes = self.live.cards()[0].total_bytes
-        while True:
-            total_bytes += 1
-            self.stage.gpus.change(self.card(), total_bytes=total_bytes)
-            await asyncio.sleep(INTERVAL_SECONDS)
 
     def resident(self, name: str, world: World | None = None) -> ResidentRecord | None:
         of_case = self.live.prefix + name

@@ -74,6 +74,12 @@ class Stage:
                 await self._news.wait()
         return found
 
+    async def admits(self) -> None:
+        """It has started, and takes requests."""
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while not (await self.http.get("/readyz")).json()["conditions"]["admitting"]["holds"]:
+                await asyncio.sleep(INTERVAL_SECONDS)
+
     async def operate(self, method: str, path: str, document: Document) -> Document:
         headers = {"Authorization": f"Bearer {self._operator_token}"}
         answer = await self.http.request(method, f"/operator/v1{path}", json=document, headers=headers)
@@ -100,6 +106,7 @@ async def staged(server: Serving, gpus: GpuStandIn) -> AsyncGenerator[Stage]:
         stage = Stage(server, gpus, http, token)
         following = asyncio.create_task(stage.follow())
         try:
+            await stage.admits()
             yield stage
             assert not following.done(), "the ledger could not be followed"
         finally:

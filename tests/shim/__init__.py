@@ -76,7 +76,7 @@ class ShimCard:
 
     `mig` is 0 or 1, or the error that asking for it answers; `remap` is (pending, failed).
     `event_error`, `wait_error`: what registering for Xids, and waiting for them, answers. `xids`: all that happened so
-    far, the oldest first.
+    far, the oldest first. `restless`: it has one byte more, and that is free, at each look.
     """
 
     uuid: str
@@ -98,13 +98,14 @@ class ShimCard:
     wait_error: int = 0
     xids: tuple[ShimXid, ...] = ()
     instances: tuple[ShimInstance, ...] = ()
+    restless: bool = False
 
     def lines(self) -> list[str]:
         """Its part of the state file (nvml_shim.c)."""
         lines = [f"card {self.uuid}", f"name {self.name}"]
         lines += _memory(self.total_bytes, self.used_bytes, self.free_bytes)
         lines += _errors(self.error, self.memory_error, self.process_error)
-        lines += [f"events {self.event_error}", f"wait {self.wait_error}"]
+        lines += [f"events {self.event_error}", f"wait {self.wait_error}", f"restless {self.restless:d}"]
         lines += [] if self.mig is None else [f"mig {self.mig}"]
         lines += [] if self.ecc_errors is None else [f"ecc {self.ecc_errors}"]
         lines += [] if self.ecc_lifetime is None else [f"lifetime {self.ecc_lifetime}"]

@@ -8,6 +8,7 @@
  *     driver VERSION
  *     card UUID          the lines up to the next card are about this one
  *       name TEXT, total N, used N, free N
+ *       restless 0|1                                          whether total and free are more by one at each look
  *       error CODE, memory_error CODE, process_error CODE     what all its calls, or those, answer
  *       persistence 0|1                                       not supported when left out
  *       mig 0|1, ecc COUNT, lifetime COUNT,                   not supported when left out, as on a desktop's card;
@@ -47,7 +48,7 @@ typedef struct {
     char uuid[96], name[96];
     int parent, slot; /* of an instance: its card, and where on it; -1 */
     unsigned gpu_instance, compute_instance;
-    int error, memory_error, process_error, mig, pending, failed, rows, persistence, events, wait;
+    int error, memory_error, process_error, mig, pending, failed, rows, persistence, events, wait, restless;
     long long ecc, lifetime;
     u64 total, used, free;
     int process_count, xid_count;
@@ -104,6 +105,7 @@ static void read_line(state *all, const char *key, const char *value) {
         sscanf(value, "%llu %15s", &one->xids[one->xid_count], instance);
         one->hit[one->xid_count++] = strcmp(instance, "-") ? (unsigned)atoi(instance) : ~0U;
     }
+    else if (!strcmp(key, "restless")) one->restless = atoi(value);
     else if (!strcmp(key, "total")) one->total = strtoull(value, NULL, 10);
     else if (!strcmp(key, "used")) one->used = strtoull(value, NULL, 10);
     else if (!strcmp(key, "free")) one->free = strtoull(value, NULL, 10);
@@ -221,18 +223,21 @@ int nvmlDeviceGetPciInfo_v3(char *handle, pci_info *info) {
     return code;
 }
 
+static u64 more(card *one) { static u64 looks; return one->restless ? ++looks : 0; }
 int nvmlDeviceGetMemoryInfo(char *handle, memory_v1 *info) {
     card *one;
     int code = find(handle, &one);
     if (code || (code = one->memory_error)) return code;
-    *info = (memory_v1){one->total, one->free, one->used};
+    u64 n = more(one);
+    *info = (memory_v1){one->total + n, one->free + n, one->used};
     return OK;
 }
 int nvmlDeviceGetMemoryInfo_v2(char *handle, memory_v2 *info) {
     card *one;
     int code = find(handle, &one);
     if (code || (code = one->memory_error)) return code;
-    *info = (memory_v2){info->version, one->total, 0, one->free, one->used};
+    u64 n = more(one);
+    *info = (memory_v2){info->version, one->total + n, 0, one->free + n, one->used};
     return OK;
 }
 

@@ -208,6 +208,10 @@ def test_errors_in_a_log(tmp_path: Path) -> None:
     with log.open("a") as more:
         more.write('{"level": "error", "event": "no"}\n{"level": "warning", "exception": "x"}\nTraceback (most ...\n')
     assert log_trouble(log).count == 3
+    with log.open("a") as more:
+        for fault in ("INSUFFICIENT_SCHEDULABLE_VRAM: artifact_does_not_fit", "MODEL_LOAD_FAILED: exit_status_1"):
+            more.write(json.dumps({"level": "error", "event": "could not be measured", "fault": fault}) + "\n")
+    assert log_trouble(log).count == 4
     assert log_trouble(log, begin_bytes=log.stat().st_size).count == 0
 
 

@@ -43,8 +43,8 @@ def main(arguments: list[str] | None = None) -> int:
     chaos = Chaos(scene, seed, options.minutes * 60, options.rate, console.print)
     try:
         chaos.run()
-    except BaseException:
-        console.print(f"chaos: the run broke off; again: {again}; what is left: {folder}")
+    except BaseException as error:
+        console.print(f"chaos: the run broke off ({error!r}); again: {again}; what is left: {folder}")
         raise
     report.tell(chaos, console)
     written = folder.with_suffix(".json")

@@ -32,6 +32,7 @@ STORM_MINUTES = "0.3"
 RUN_SECONDS = 600
 
 
+@pytest.mark.alone
 def test_half_a_minute_of_chaos(tmp_path: Path) -> None:
     words = ("--minutes", STORM_MINUTES, "--seed", "4", "--few", "--rate", "4", "--folder", str(tmp_path))
     done = subprocess.run(

@@ -128,7 +128,13 @@ class CommandConfig(ServerOptions):
         yield from self.set.values()
 
 
+#: Where the reference server looks for its key.
+REFERENCE_KEY: Final = "GPULEDGER_API_KEY"
+
+
 def _has_another_use(variable: str) -> bool:
+    if variable == REFERENCE_KEY:
+        return False  # the reference server, run by its command line, knows it by that name
     return is_ours(variable) or variable in _OF_THE_SYSTEM or variable.startswith(_OF_THE_LOADER)
 
 

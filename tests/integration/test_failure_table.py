@@ -101,6 +101,8 @@ def assert_as_in_the_table(stage: Stage, failure: Failure) -> None:
     stage.server.until(stage.is_at_rest)
     seq, before = server.world().seq, failures_of(server)
     with case.provoke(stage) as answer:
+        # Nobody who is answered waits for the record of it.
+        server.until(lambda: _has_ended(server.events()[seq:], request_of(answer)))
         events = server.events()[seq:]
         assert_answered(row, answer)
         views = assert_recorded(failure, row, case.capability, events)
@@ -134,6 +136,10 @@ def assert_told(row: Row, answer: httpx.Response, events: Sequence[Recorded]) ->
     request_id = request_of(answer)
     ends = [one.data for one in events if isinstance(one.data, RequestFailed) and one.data.request_id == request_id]
     assert [end.reason or end.failure for end in ends] == [row.code]
+
+
+def _has_ended(events: Sequence[Recorded], request_id: str) -> bool:
+    return any(isinstance(one.data, RequestFailed) and one.data.request_id == request_id for one in events)
 
 
 def request_of(answer: httpx.Response) -> str:

@@ -157,7 +157,7 @@ def test_a_grid_without_a_possible_point_is_refused(tmp_path: Path, minilm_gguf:
     refused = profiled(config, "emb", "--batch", "128,256")
     assert refused.returncode == 2
     assert "emb can have none of these shapes:" in refused.stderr
-    assert "context 512, concurrency 1, batch 128: ubatch_size: an embedding" in refused.stderr
+    assert "context 512, concurrency 1, batch 128: batch_size: an embedding" in refused.stderr
     assert not measurements(tmp_path)
 
 

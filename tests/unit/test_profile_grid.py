@@ -58,7 +58,7 @@ def test_an_embedding_of_llama_cpp_needs_a_batch_that_holds_the_context() -> Non
     assert possible(grid) == [(256, 1, 256), (256, 1, 512), (512, 1, 512)]
     (impossible,) = (one for one in grid if isinstance(one, Impossible))
     assert impossible.shape == Shape(512, 1, 256)
-    assert impossible.reason.startswith("ubatch_size: an embedding is computed in one piece")
+    assert impossible.reason.startswith("batch_size: an embedding is computed in one piece")
 
 
 def test_a_micro_batch_that_was_written_stays_and_bounds_the_batch() -> None:

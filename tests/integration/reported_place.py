@@ -156,6 +156,7 @@ class Place:
         stream = Stream(self.stage, self.live.prefix + name, response, response.aiter_raw())
         await anext(stream.chunks)
         self.streams.append(stream)
+        await self.stage.until(lambda world: _leased(world, stream.deployment_id))
         return stream
 
     def begin(self, name: str, by: str = "interactive", deadline_ms: int | None = None) -> asyncio.Task[httpx.Response]:

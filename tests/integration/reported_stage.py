@@ -50,8 +50,8 @@ class Stage:
             while True:
                 while page := ledger.read(self.world.seq):
                     self._take(page)
-                    async with self._news:
-                        self._news.notify_all()
+                async with self._news:
+                    self._news.notify_all()
                 await asyncio.sleep(INTERVAL_SECONDS)
 
     def _take(self, page: tuple[Recorded, ...]) -> None:
@@ -80,6 +80,12 @@ class Stage:
             while not (await self.http.get("/readyz")).json()["conditions"]["admitting"]["holds"]:
                 await asyncio.sleep(INTERVAL_SECONDS)
 
+    async def look(self) -> None:
+        """The world is at least what it is now."""
+        with closing(SqliteLedger(self.server.ledger, read_only=True)) as ledger:
+            head = ledger.head()
+        await self.until(lambda world: world.seq >= head)
+
     async def operate(self, method: str, path: str, document: Document) -> Document:
         headers = {"Authorization": f"Bearer {self._operator_token}"}
         answer = await self.http.request(method, f"/operator/v1{path}", json=document, headers=headers)
@@ -107,6 +113,7 @@ async def staged(server: Serving, gpus: GpuStandIn) -> AsyncGenerator[Stage]:
         following = asyncio.create_task(stage.follow())
         try:
             await stage.admits()
+            await stage.look()
             yield stage
             assert not following.done(), "the ledger could not be followed"
         finally:

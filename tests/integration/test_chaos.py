@@ -44,7 +44,7 @@ def test_half_a_minute_of_chaos(tmp_path: Path) -> None:
     assert {found["count"] for found in told["checks"].values()} == {0}
     assert sum(told["completed"].values()) > 0
     assert told["faults"]["runtime killed"] > 0
-    assert told["schedulers"] == told["faults"]["scheduler killed"] + 1 > 1
+    assert told["schedulers"] > told["faults"]["scheduler killed"] > 0
     assert not (tmp_path / "seed-4").exists()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 from .events import NewEvent, Recorded
 from .failures import Failure
@@ -168,15 +168,18 @@ class HealthFault:
     mark: int
 
 
+#: What a device that nothing ails says.
+NO_FAULT: Final = HealthFault(Health.HEALTHY, "", 0)
+
+
 @dataclass(frozen=True, slots=True)
 class AcceleratorReading:
     """One accelerator in one sample: memory and processes read together. Figures are as read, not yet judged.
 
     `foreign_processes`: distinct compute processes that belong to no resident (semantics.md 9); 0 on a host, where
-    every other program of the machine would be one. `health_cause` is a short typed word where it is not HEALTHY, and
-    `health_mark` grows with each further fault of that cause. `unified`: a GPU that shares the memory of the host, and
-    is measured as the host is. `blind`: why memory cannot be attributed by process here. `further_faults`: what else
-    the device says of its health, worst first: a cause that was cleared must not hide them.
+    every other program of the machine would be one. `faults`: what the device says of its health, the worst first;
+    each by itself, since one that was cleared must not hide the others. `unified`: a GPU that shares the memory of the
+    host, and is measured as the host is. `blind`: why memory cannot be attributed by process here.
     """
 
     accelerator_id: str
@@ -187,14 +190,16 @@ class AcceleratorReading:
     driver_version: str
     total_bytes: int
     used_bytes: int
-    health: Health
     managed: tuple[ManagedReading, ...]
     foreign_processes: int
-    health_cause: str = ""
-    health_mark: int = 0
+    faults: tuple[HealthFault, ...] = ()
     unified: bool = False
     blind: str | None = None
-    further_faults: tuple[HealthFault, ...] = ()
+
+    @property
+    def worst(self) -> HealthFault:
+        """Its health, as one value: what ails it most, or nothing."""
+        return self.faults[0] if self.faults else NO_FAULT
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,12 @@ What cannot be read is estimated here, by rule, and marked; what contradicts its
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 from .accounting import is_fresh
-from .aggregates.accelerator import AcceleratorState, DeviceFault, ResidentRecord, is_of_device
+from .aggregates.accelerator import AcceleratorState, ResidentRecord, is_of_device
 from .aggregates.deployment import planned
 from .draft import Draft
 from .events import (
@@ -29,7 +29,7 @@ from .events import (
     stream_name,
 )
 from .policy import Policy, Pressure
-from .ports import AcceleratorReading, ManagedReading, NodeReading, RuntimeFigures
+from .ports import NO_FAULT, AcceleratorReading, HealthFault, ManagedReading, NodeReading, RuntimeFigures
 from .pressure import PressureTrack, judge, pressure_bp
 from .state import Attribution, Health, Kind, ResidentState
 from .units import milliseconds
@@ -82,9 +82,7 @@ def record_sample(draft: Draft, taken: SampleTaken) -> None:
         _record_pressure(draft, before.accelerators[one.accelerator_id], one)
         _record_materialized(draft, one.accelerator_id)
     for reading in taken.reading.accelerators:
-        told = DeviceFault(reading.health, reading.health_cause or "telemetry", reading.health_mark)
-        further = (DeviceFault(one.health, one.cause, one.mark) for one in reading.further_faults)
-        _record_health(draft, reading.accelerator_id, told, *further)
+        _record_health(draft, reading.accelerator_id, reading.faults)
         _revise(draft, reading)
 
 
@@ -160,7 +158,7 @@ def _emit_revision(draft: Draft, reading: AcceleratorReading) -> None:
     )
 
 
-def _record_health(draft: Draft, accelerator_id: str, *told: DeviceFault) -> None:
+def _record_health(draft: Draft, accelerator_id: str, told: Sequence[HealthFault]) -> None:
     """What a device says of its health, the worst first, when that is news.
 
     A fault of the device itself stands until an operator clears it; one that was cleared is no news again.
@@ -169,7 +167,7 @@ def _record_health(draft: Draft, accelerator_id: str, *told: DeviceFault) -> Non
     if known is None or known.retired:
         return
     uncleared = (one for one in told if one.mark > known.cleared.get(one.cause, -1))
-    shown = next(uncleared, DeviceFault(Health.HEALTHY, "", 0))
+    shown = next(uncleared, NO_FAULT)
     standing = known.fault
     if standing is not None and _GRAVITY[shown.health] <= _GRAVITY[standing.health]:
         further = shown.cause == standing.cause and shown.mark > standing.mark
@@ -179,7 +177,7 @@ def _record_health(draft: Draft, accelerator_id: str, *told: DeviceFault) -> Non
         draft.on_accelerator(accelerator_id, changed)
 
 
-def _is_health_news(known: AcceleratorState, shown: DeviceFault) -> bool:
+def _is_health_news(known: AcceleratorState, shown: HealthFault) -> bool:
     if shown.health is not known.accelerator.health:
         return True
     if shown.health is Health.HEALTHY:
@@ -211,7 +209,7 @@ def _record_faults(draft: Draft, taken: SampleTaken, observed_at: int) -> None:
             )
         for accelerator_id in sorted(hit):
             if fault.health is not None:
-                _record_health(draft, accelerator_id, DeviceFault(fault.health, fault.code, 0))
+                _record_health(draft, accelerator_id, (HealthFault(fault.health, fault.code, 0),))
 
 
 def _is_news(draft: Draft, accelerator_id: str, code: str) -> bool:

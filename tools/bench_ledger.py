@@ -46,7 +46,7 @@ from gpuledger.domain.ports import (
 )
 from gpuledger.domain.sampling import SampleTaken
 from gpuledger.domain.scheduler import Scheduler
-from gpuledger.domain.state import Envelope, Health, Kind, Residency
+from gpuledger.domain.state import Envelope, Kind, Residency
 from gpuledger.domain.units import GIB, MICROS_PER_MS, milliseconds, parse_instant, seconds
 from gpuledger.domain.world import World, fold
 
@@ -324,7 +324,6 @@ class VirtualNode:
             driver_version="1",
             total_bytes=CARD_BYTES,
             used_bytes=sum(process.held_bytes for process in self._processes.values()),
-            health=Health.HEALTHY,
             managed=managed,
             foreign_processes=0,
         )

@@ -26,7 +26,6 @@ from gpuledger.domain.events import (
 )
 from gpuledger.domain.policy import Policy
 from gpuledger.domain.ports import AcceleratorReading, RuntimeFault
-from gpuledger.domain.state import Health
 from gpuledger.domain.world import fold
 
 from .bootstrap import Parts, configuration_of
@@ -130,7 +129,7 @@ class Survey:
             told = "; ".join(sorted({fault.code for fault in reading.faults}))
             raise TargetError(f"no accelerator of kind {spec.kind.value} can be seen" + (f" ({told})" if told else ""))
         classes: dict[str, AcceleratorReading] = {}
-        for one in sorted(of_kind, key=lambda one: (one.health is not Health.HEALTHY, one.used_bytes, one.index)):
+        for one in sorted(of_kind, key=lambda one: (bool(one.faults), one.used_bytes, one.index)):
             classes.setdefault(one.gpu_class, one)
         if len(self._grid) * len(classes) > MAX_POINTS:
             told = f"{len(self._grid)} points on {len(classes)} classes of accelerators"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from gpuledger.adapters.procfs import PROC
 from gpuledger.domain.ports import AcceleratorReading, ManagedReading
-from gpuledger.domain.state import Health, Kind
+from gpuledger.domain.state import Kind
 
 from .faults import FaultCode, faults_of
 from .host_memory import HostMeter, HostUnreadable
@@ -43,7 +43,6 @@ class HostSource:
             driver_version=self._kernel_release,
             total_bytes=memory.total_bytes,
             used_bytes=memory.used_bytes,
-            health=Health.HEALTHY,
             managed=tuple(
                 ManagedReading(tree.resident_id, tree.alive, memory.held_bytes[tree.resident_id]) for tree in trees
             ),

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from gpuledger.domain.ports import AcceleratorReading, HealthFault, ManagedReading, TelemetryFault
-from gpuledger.domain.state import Health, Kind
+from gpuledger.domain.ports import AcceleratorReading, ManagedReading, TelemetryFault
+from gpuledger.domain.state import Kind
 from gpuledger.domain.units import MAX_INTEGER
 
 from . import nvml_binding as nvml
@@ -41,7 +41,6 @@ from .source import SourceReading
 #: The vendor's and the line's names say nothing that the model's does not (drivers have dropped and added them), nor
 #: does the word before a MIG profile.
 _EMPTY_WORDS: Final = frozenset({"nvidia", "tesla", "geforce", "mig"})
-_HEALTHY: Final = HealthFault(Health.HEALTHY, "", 0)
 
 
 def gpu_class(device_name: str) -> str:
@@ -185,7 +184,7 @@ class NvmlSource:
     def _read(self, place: Place, driver_version: str, forest: Forest) -> AcceleratorReading:
         """Raises NvmlError, _Unusable."""
         measured = self._measure(place, forest)
-        worst, *further = self._health.faults(place) or (_HEALTHY,)
+        faults = self._health.faults(place)
         blind = measured.attribution.blind
         return AcceleratorReading(
             accelerator_id=place.accelerator_id,
@@ -196,14 +195,11 @@ class NvmlSource:
             driver_version=driver_version,
             total_bytes=measured.total_bytes,
             used_bytes=measured.used_bytes,
-            health=worst.health,
             managed=measured.managed,
             foreign_processes=measured.attribution.foreign,
-            health_cause=worst.cause,
-            health_mark=worst.mark,
+            faults=faults,
             unified=measured.unified,
             blind=None if blind is None else str(blind),
-            further_faults=tuple(further),
         )
 
     def _measure(self, place: Place, forest: Forest) -> _Measured:

@@ -38,9 +38,9 @@ from ..events import (
     ThrashingDetected,
 )
 from ..policy import Pressure, Priority
-from ..ports import ProcessIdentity
+from ..ports import HealthFault, ProcessIdentity
 from ..pressure import PressureTrack
-from ..state import Accelerator, Health, Lease, Resident, ResidentState, Sample
+from ..state import Accelerator, Lease, Resident, ResidentState, Sample
 
 _V = TypeVar("_V")
 
@@ -107,15 +107,6 @@ class Displacement:
     evictor: str
     victim: str
     at: int
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceFault:
-    """A fault of the device itself, as it was seen first; `mark` grows with each further one of its cause."""
-
-    health: Health
-    cause: str
-    mark: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +178,7 @@ class AcceleratorState:
     failures: Mapping[str, int] = field(default_factory=dict[str, int])
     generations: Mapping[str, int] = field(default_factory=dict[str, int])
     health_cause: str = ""
-    fault: DeviceFault | None = None
+    fault: HealthFault | None = None
     cleared: Mapping[str, int] = field(default_factory=dict[str, int])
     blind: str | None = None
     profiling: str | None = None
@@ -632,7 +623,7 @@ def _health_changed(state: AcceleratorState, event: AcceleratorHealthChanged) ->
         cleared = cleared if fault is None else {**cleared, fault.cause: max(fault.mark, cleared.get(fault.cause, 0))}
         fault = None
     elif is_of_device(event.cause):
-        fault = DeviceFault(event.health, event.cause, event.mark)
+        fault = HealthFault(event.health, event.cause, event.mark)
     accelerator = replace(state.accelerator, health=event.health)
     return replace(state, accelerator=accelerator, health_cause=event.cause, fault=fault, cleared=cleared)
 

@@ -109,7 +109,6 @@ class TestTelemetry:
                 kind=reading.kind,
                 gpu_class=reading.gpu_class,
                 total_bytes=reading.total_bytes,
-                health=reading.health,
             )
             document = TypeAdapter(Accelerator)
             assert document.validate_json(document.dump_json(declared)) == declared

@@ -18,7 +18,7 @@ from gpuledger.adapters.telemetry.host import HostSource
 from gpuledger.adapters.telemetry.node import NodeTelemetry
 from gpuledger.domain.failures import Failure
 from gpuledger.domain.ports import AcceleratorReading, ManagedProcess, ManagedReading, NodeReading, RuntimeFault
-from gpuledger.domain.state import Health, Kind, Sleep
+from gpuledger.domain.state import Kind, Sleep
 from gpuledger.domain.units import GIB, MIB
 from gpuledger.tools import measure as measure_module
 from gpuledger.tools import measure_meter
@@ -73,7 +73,6 @@ class Card:
             driver_version="1.2.3",
             total_bytes=self.total_bytes,
             used_bytes=used,
-            health=Health.HEALTHY,
             managed=tuple(readings),
             foreign_processes=0,
         )

@@ -25,7 +25,7 @@ MANY = 12
 
 
 def shown(reading: AcceleratorReading) -> tuple[Health, str, int]:
-    return reading.health, reading.health_cause, reading.health_mark
+    return reading.worst.health, reading.worst.cause, reading.worst.mark
 
 
 def happened(*codes: int) -> ShimCard:
@@ -59,7 +59,7 @@ def test_a_mark_grows_with_each_further_error_and_across_a_reboot(bench: Bench) 
     marks: list[int] = []
     for since_load, lifetime in ((1, 4), (2, 5), (1, 6)):
         bench.shim.set([replace(ONE, ecc_errors=since_load, ecc_lifetime=lifetime)])
-        marks.append(bench.reading().health_mark)
+        marks.append(bench.reading().worst.mark)
     assert marks == [4, 5, 6]
 
 
@@ -71,8 +71,8 @@ def test_the_worst_comes_first_and_all_are_told(bench: Bench) -> None:
 
     reading = bench.reading()
 
-    assert (reading.health, reading.health_cause) == (Health.FAILED, "ROW_REMAP_FAILED")
-    assert [(one.health, one.cause) for one in reading.further_faults] == [
+    assert (reading.worst.health, reading.worst.cause) == (Health.FAILED, "ROW_REMAP_FAILED")
+    assert [(one.health, one.cause) for one in reading.faults[1:]] == [
         (Health.FAILED, "XID_64"),
         (Health.FAILED, "XID_48"),
         (Health.DEGRADED, "ECC_UNCORRECTED"),
@@ -130,8 +130,8 @@ def test_an_xid_is_told_as_long_as_the_scheduler_runs_and_its_mark_grows_with_th
     bench.shim.set([happened(79, 13, 79)])
     second = bench.reading()
 
-    assert second.health_cause == "XID_79"
-    assert second.health_mark > first.health_mark
+    assert second.worst.cause == "XID_79"
+    assert second.worst.mark > first.worst.mark
 
 
 def test_the_newest_of_several_is_told_first(bench: Bench) -> None:
@@ -140,7 +140,7 @@ def test_the_newest_of_several_is_told_first(bench: Bench) -> None:
     bench.sample()
     bench.shim.set([happened(79, 48, 62, 48)])
     reading = bench.reading()
-    told = [(reading.health_cause, reading.health_mark), *((one.cause, one.mark) for one in reading.further_faults)]
+    told = [(reading.worst.cause, reading.worst.mark), *((one.cause, one.mark) for one in reading.faults[1:])]
     assert [cause for cause, _ in told] == ["XID_48", "XID_62", "XID_79"]
     assert [mark for _, mark in told] == sorted((mark for _, mark in told), reverse=True)
 
@@ -149,10 +149,10 @@ def test_marks_grow_though_the_clock_is_set_back(bench: Bench) -> None:
     bench.shim.set([ONE])
     bench.sample()
     bench.shim.set([happened(48)])
-    first = bench.reading().health_mark
+    first = bench.reading().worst.mark
     bench.wall.now_us -= 3_600_000_000
     bench.shim.set([happened(48, 48)])
-    assert bench.reading().health_mark == first + 1
+    assert bench.reading().worst.mark == first + 1
 
 
 def test_a_mark_is_the_wall_clock_so_that_it_grows_over_restarts(shim: NvmlShim) -> None:
@@ -163,7 +163,7 @@ def test_a_mark_is_the_wall_clock_so_that_it_grows_over_restarts(shim: NvmlShim)
         shim.set([ONE])
         bench.sample()
         shim.set([happened(48)])
-        marks.append(bench.reading().health_mark)
+        marks.append(bench.reading().worst.mark)
         bench.telemetry.close()
     assert marks[1] > marks[0]
 
@@ -176,7 +176,7 @@ def test_marks_grow_over_a_restart_though_the_clock_was_ahead_before(shim: NvmlS
         shim.set([ONE])
         bench.sample()
         shim.set([happened(48)])
-        assert bench.reading().health_mark == ahead + 1
+        assert bench.reading().worst.mark == ahead + 1
     finally:
         bench.telemetry.close()
 
@@ -191,8 +191,8 @@ def test_a_storm_does_not_hold_up_the_sample(bench: Bench) -> None:
     bench.shim.set([ONE])
     bench.sample()
     bench.shim.set([happened(*[13] * MAX_EVENTS_PER_SAMPLE, 79)])
-    assert bench.reading().health is Health.HEALTHY
-    assert bench.reading().health_cause == "XID_79"
+    assert bench.reading().worst.health is Health.HEALTHY
+    assert bench.reading().worst.cause == "XID_79"
 
 
 @pytest.mark.parametrize("error", [2, 3, 4, 13])
@@ -204,18 +204,18 @@ def test_a_card_without_events_is_scheduled_all_the_same(bench: Bench, error: in
     bench.sample()
     bench.shim.set([happened(79), replace(OTHER, xids=(ShimXid(62),))])
     sample = bench.sample()
-    assert [one.health_cause for one in sample.accelerators] == ["", "XID_62"]
+    assert [one.worst.cause for one in sample.accelerators] == ["", "XID_62"]
     assert sample.faults == ()
 
 
 def test_a_card_that_could_not_be_watched_at_once_is_watched_later(bench: Bench) -> None:
     bench.shim.set([replace(ONE, event_error=999)])
     for _ in range(MANY):
-        assert bench.reading().health is Health.HEALTHY
+        assert bench.reading().worst.health is Health.HEALTHY
     bench.shim.set([ONE])
     bench.sample()
     bench.shim.set([happened(79)])
-    assert bench.reading().health_cause == "XID_79"
+    assert bench.reading().worst.cause == "XID_79"
 
 
 def test_a_card_whose_set_failed_gets_a_new_one(bench: Bench) -> None:
@@ -224,7 +224,7 @@ def test_a_card_whose_set_failed_gets_a_new_one(bench: Bench) -> None:
     bench.shim.set([replace(ONE, wait_error=999)])
     bench.sample()
     bench.shim.set([happened(79)])
-    assert bench.reading().health_cause == "XID_79"
+    assert bench.reading().worst.cause == "XID_79"
 
 
 def test_a_session_leaves_no_event_set_behind(bench: Bench) -> None:
@@ -240,7 +240,7 @@ def test_waiting_on_a_lost_card_does_not_hide_the_xids_of_another(bench: Bench) 
     bench.shim.set([replace(ONE, error=15, wait_error=15), replace(OTHER, xids=(ShimXid(48),))])
     sample = bench.sample()
     assert faults(sample) == {(A, "NVML_GPU_LOST", Health.LOST)}
-    assert [(one.accelerator_id, one.health_cause) for one in sample.accelerators] == [(B, "XID_48")]
+    assert [(one.accelerator_id, one.worst.cause) for one in sample.accelerators] == [(B, "XID_48")]
 
 
 def test_a_card_that_fell_off_the_bus_says_so_when_it_is_back(bench: Bench) -> None:
@@ -252,9 +252,9 @@ def test_a_card_that_fell_off_the_bus_says_so_when_it_is_back(bench: Bench) -> N
     assert faults(bench.sample()) == {(A, "GPU_VANISHED", Health.LOST)}
 
     bench.shim.set([ONE, OTHER])
-    assert [one.health_cause for one in bench.sample().accelerators] == ["XID_79", ""]
+    assert [one.worst.cause for one in bench.sample().accelerators] == ["XID_79", ""]
     bench.shim.set([happened(48), OTHER])
-    assert [one.health_cause for one in bench.sample().accelerators] == ["XID_48", ""]
+    assert [one.worst.cause for one in bench.sample().accelerators] == ["XID_48", ""]
 
 
 def test_a_new_session_watches_anew_and_forgets_nothing(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
@@ -269,7 +269,7 @@ def test_a_new_session_watches_anew_and_forgets_nothing(bench: Bench, caplog: py
         assert shown(bench.reading()) == shown(before)
     bench.shim.set([happened(62, 79)], load=MANY - 1)
     reading = bench.reading()
-    assert [reading.health_cause, *(one.cause for one in reading.further_faults)] == ["XID_79", "XID_62"]
+    assert [reading.worst.cause, *(one.cause for one in reading.faults[1:])] == ["XID_79", "XID_62"]
     assert "cannot be watched" not in caplog.text
 
 
@@ -283,7 +283,7 @@ def test_event_sets_of_cards_that_come_and_go_are_freed(bench: Bench, caplog: py
     bench.shim.set([ONE, OTHER])
     bench.sample()
     bench.shim.set([happened(79), OTHER])
-    assert [one.health_cause for one in bench.sample().accelerators] == ["XID_79", ""]
+    assert [one.worst.cause for one in bench.sample().accelerators] == ["XID_79", ""]
     assert "cannot be watched" not in caplog.text
 
 
@@ -294,5 +294,5 @@ def test_marks_are_microseconds_since_1970(shim: NvmlShim) -> None:
     before_us = time.time_ns() // 1_000
     shim.set([happened(48)])
     (reading,) = telemetry.sample(()).accelerators
-    assert before_us <= reading.health_mark <= time.time_ns() // 1_000
+    assert before_us <= reading.worst.mark <= time.time_ns() // 1_000
     telemetry.close()

@@ -49,7 +49,6 @@ def test_a_partitioned_card_is_its_instances_and_not_itself(bench: Bench) -> Non
         driver_version="550.54.15",
         total_bytes=5 * GIB,
         used_bytes=GIB,
-        health=Health.HEALTHY,
         managed=(),
         foreign_processes=0,
     )
@@ -302,7 +301,7 @@ def test_who_was_offered_stays_and_the_other_takes_over_when_it_is_gone(bench: B
 
 
 def causes(bench: Bench) -> dict[str, str]:
-    return {one.accelerator_id: one.health_cause for one in bench.sample().accelerators}
+    return {one.accelerator_id: one.worst.cause for one in bench.sample().accelerators}
 
 
 def test_instances_have_the_health_of_their_card(bench: Bench) -> None:

@@ -43,7 +43,6 @@ def test_one_card_is_read_whole(bench: Bench) -> None:
         driver_version="550.54.15",
         total_bytes=24 * GIB,
         used_bytes=3 * GIB,
-        health=Health.HEALTHY,
         managed=(),
         foreign_processes=0,
     )

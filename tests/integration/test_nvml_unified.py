@@ -70,7 +70,6 @@ def test_it_is_measured_by_the_host_s_figures_under_its_own_class(bench: Bench) 
             driver_version="550.54.15",
             total_bytes=64 * GIB,
             used_bytes=4 * GIB,
-            health=Health.HEALTHY,
             managed=(),
             foreign_processes=0,
             unified=True,
@@ -251,7 +250,7 @@ def test_its_health_is_that_of_a_card(bench: Bench) -> None:
     bench.sample()
     bench.shim.set([replace(GB10, xids=(ShimXid(79),))])
     reading = bench.reading()
-    assert (reading.health, reading.health_cause, reading.unified) == (Health.FAILED, "XID_79", True)
+    assert (reading.worst.health, reading.worst.cause, reading.unified) == (Health.FAILED, "XID_79", True)
 
 
 def test_processes_that_cannot_be_walked_are_no_fault_of_the_host_that_is_gone(bench: Bench) -> None:

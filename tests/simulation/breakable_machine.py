@@ -180,7 +180,6 @@ class BreakableMachine:
             driver_version="1",
             total_bytes=card.total_bytes,
             used_bytes=card.total_bytes + 1 if self.sight is Sight.INVALID else used_bytes,
-            health=Health.HEALTHY,
             managed=managed,
             foreign_processes=1 if card.external_bytes else 0,
             blind="NO_PROCESS_BYTES" if any(one.used_bytes is None for one in managed) else None,

@@ -59,7 +59,7 @@ from gpuledger.domain.ports import (
 from gpuledger.domain.reasons import Reason
 from gpuledger.domain.sampling import SampleTaken
 from gpuledger.domain.scheduler import Scheduler, renewal_interval_ms
-from gpuledger.domain.state import Envelope, Health, Kind, Residency, ResidencyPolicy, Sleep
+from gpuledger.domain.state import Envelope, Kind, Residency, ResidencyPolicy, Sleep
 from gpuledger.domain.units import GIB, MIB, MICROS_PER_MS, parse_instant, seconds
 from gpuledger.domain.world import World, evolve, fold
 
@@ -531,7 +531,6 @@ class VirtualShell:
             used_bytes=min(
                 card.total_bytes, card.external_bytes + card.lingering_bytes + self.held_on(card.accelerator_id)
             ),
-            health=Health.HEALTHY,
             managed=tuple(ManagedReading(p.resident_id, not p.gone, p.held_bytes) for p in here if not p.gone),
             foreign_processes=1 if card.external_bytes else 0,
         )

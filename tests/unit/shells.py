@@ -31,7 +31,7 @@ from gpuledger.domain.ports import (
     RuntimeFigures,
     TelemetryFault,
 )
-from gpuledger.domain.state import Envelope, Health, Kind
+from gpuledger.domain.state import Envelope, Kind
 from gpuledger.domain.units import GIB, MIB
 from gpuledger.tools.bootstrap import Parts
 from gpuledger.tools.config import Config, config_of
@@ -168,7 +168,6 @@ class Sensors:
             driver_version="1",
             total_bytes=8 * GIB,
             used_bytes=machine.external_bytes + sum(held.values()),
-            health=Health.HEALTHY,
             managed=tuple(
                 ManagedReading(one.resident_id, one.resident_id in held, held.get(one.resident_id, 0))
                 for one in managed

@@ -12,7 +12,7 @@ from gpuledger.adapters.telemetry.host import HostSource
 from gpuledger.adapters.telemetry.node import NodeTelemetry
 from gpuledger.adapters.telemetry.process_memory import FILE_SHARE_FROM_BYTES
 from gpuledger.domain.ports import AcceleratorReading, ManagedProcess, ManagedReading, NodeReading, ProcessIdentity
-from gpuledger.domain.state import Health, Kind
+from gpuledger.domain.state import Kind
 from gpuledger.domain.units import GIB, MIB
 from tests.children import identity_of, read_line, running
 from tests.fake_host import BOOT, HOST, MOUNT_V1, MOUNT_V2, FakeHost
@@ -56,7 +56,6 @@ def test_a_host_is_one_accelerator(host: Bench) -> None:
             driver_version="6.8.0-49-generic",
             total_bytes=64 * GIB,
             used_bytes=4 * GIB,
-            health=Health.HEALTHY,
             managed=(),
             foreign_processes=0,
         ),

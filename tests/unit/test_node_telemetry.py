@@ -12,7 +12,7 @@ from gpuledger.adapters.telemetry.nvml import gpu_class
 from gpuledger.adapters.telemetry.processes import Forest
 from gpuledger.adapters.telemetry.source import SourceReading
 from gpuledger.domain.ports import AcceleratorReading, TelemetryFault
-from gpuledger.domain.state import Health, Kind
+from gpuledger.domain.state import Kind
 from gpuledger.domain.units import GIB
 
 
@@ -40,7 +40,6 @@ class FakeSource:
             "550",
             16 * GIB,
             0,
-            Health.HEALTHY,
             (),
             0,
             unified=self.unified,

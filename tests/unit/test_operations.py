@@ -269,23 +269,23 @@ def health(shell: VirtualShell) -> Health:
 
 def test_a_fault_of_the_device_stands_until_it_is_cleared_and_a_further_one_counts_again() -> None:
     shell = started(SMALL)
-    fault = {"health": Health.FAILED, "health_cause": "XID_79", "health_mark": 5}
-    seen(shell, **fault)
+    fault = HealthFault(Health.FAILED, "XID_79", 5)
+    seen(shell, faults=(fault,))
     assert failed(shell.ask("r1", "small@1")).reason is Reason.ACCELERATOR_UNHEALTHY
     shell.sample()
     assert health(shell) is Health.FAILED, "a sample that shows nothing does not mend it"
     shell.feed(ClearAccelerator(BY, "GPU-0"))
-    seen(shell, **fault)
+    seen(shell, faults=(fault,))
     assert health(shell) is Health.HEALTHY, "that one was looked at"
-    seen(shell, **{**fault, "health_mark": 6})
+    seen(shell, faults=(replace(fault, mark=6),))
     assert health(shell) is Health.FAILED
     assert [e.by for e in events_of(shell, AcceleratorHealthChanged)] == [None, BY, None]
 
 
 def test_a_fault_outlives_a_card_that_is_lost_and_comes_back() -> None:
     shell = started(SMALL)
-    seen(shell, health=Health.DEGRADED, health_cause="ECC_UNCORRECTED", health_mark=1)
-    seen(shell, health=Health.LOST, health_cause="GPU_VANISHED")
+    seen(shell, faults=(HealthFault(Health.DEGRADED, "ECC_UNCORRECTED", 1),))
+    seen(shell, faults=(HealthFault(Health.LOST, "GPU_VANISHED", 0),))
     assert health(shell) is Health.LOST
     shell.sample()
     assert health(shell) is Health.DEGRADED
@@ -294,17 +294,16 @@ def test_a_fault_outlives_a_card_that_is_lost_and_comes_back() -> None:
 
 def test_a_fault_that_was_cleared_hides_no_other_one() -> None:
     shell = started(SMALL)
-    worst = {"health": Health.FAILED, "health_cause": "XID_79", "health_mark": 5}
-    further = (HealthFault(Health.DEGRADED, "ECC_UNCORRECTED", 2),)
-    seen(shell, **worst, further_faults=further)
+    faults = (HealthFault(Health.FAILED, "XID_79", 5), HealthFault(Health.DEGRADED, "ECC_UNCORRECTED", 2))
+    seen(shell, faults=faults)
     shell.feed(ClearAccelerator(BY, "GPU-0"))
-    seen(shell, **worst, further_faults=further)
+    seen(shell, faults=faults)
     assert (health(shell), shell.world.accelerators["GPU-0"].health_cause) == (Health.DEGRADED, "ECC_UNCORRECTED")
 
 
 def test_what_goes_away_by_itself_needs_no_operator() -> None:
     shell = started(SMALL)
-    seen(shell, health=Health.DEGRADED, health_cause="ROW_REMAP_PENDING", health_mark=1)
+    seen(shell, faults=(HealthFault(Health.DEGRADED, "ROW_REMAP_PENDING", 1),))
     assert health(shell) is Health.DEGRADED
     shell.sample()
     assert health(shell) is Health.HEALTHY

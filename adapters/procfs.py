@@ -10,6 +10,7 @@ having looked is not the same as nobody there.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,6 +109,16 @@ def scan(root: Path = PROC) -> ProcessTable:
     """One pass over /proc. Raises OSError."""
     entries = (_read_entry(pid, root) for pid in _pids(root))
     return ProcessTable(boot_id(root), {entry.pid: entry for entry in entries if entry is not None})
+
+
+def oom_kills(root: Path = PROC) -> int:
+    """How many processes the kernel has ended for want of memory since it booted; 0 where it does not count them."""
+    try:
+        counters = (root / "vmstat").read_text("ascii")
+    except OSError:
+        return 0
+    found = re.search(r"^oom_kill (\d+)$", counters, re.MULTILINE)
+    return 0 if found is None else int(found[1])
 
 
 def sees_host_pids(root: Path = PROC) -> bool:

@@ -17,7 +17,7 @@ from .events import (
     stream_name,
 )
 from .evictions import begin_eviction, record_failure_of
-from .failures import EMPTY_SHA256, Failure
+from .failures import EMPTY_SHA256, SERVING_FAILURES, Failure
 from .faults import attempt_of, try_again_or_fail
 from .leases import active_on, release
 from .policy import MAX_LOAD_BACKOFF_SECONDS, Policy
@@ -26,21 +26,9 @@ from .state import Attribution, ResidentState
 from .units import seconds
 from .view import view_of
 
-#: Failures of a load: they set the back-off of the deployment on that accelerator (semantics.md 8).
-LOAD_FAILURES: Final = frozenset(
-    {
-        Failure.MODEL_LOAD_FAILED,
-        Failure.HEALTHCHECK_FAILED,
-        Failure.INVALID_OUTPUT,
-        Failure.TIMEOUT,
-        Failure.GPU_OOM,
-        Failure.RUNTIME_CRASH,
-        Failure.ARTIFACT_CORRUPT,
-    }
-)
-
-#: Details of a process that ended without saying why: only the device tells whether it was for want of memory.
-ENDED_WITHOUT_A_WORD: Final = frozenset({"killed", "signal_9", "signal_6"})
+#: Detail of a process that gave up without saying why: the device tells whether it was for want of memory. (A kill is
+#: somebody's doing. The kernel's own, for want of memory, the runtime adapter knows by the kernel's count of them.)
+GAVE_UP: Final = "signal_6"
 
 
 def resident_failed(draft: Draft, resident_id: str, failure: Failure, detail: str, evidence_sha256: str) -> None:
@@ -57,7 +45,7 @@ def resident_failed(draft: Draft, resident_id: str, failure: Failure, detail: st
         return  # otherwise it is on its way out: its process was ended by us
     failure, detail = _judged_by_device(draft, state, record, failure, detail)
     deployment_id = record.resident.deployment_id
-    of_load = record.resident.state is ResidentState.LOADING and failure in LOAD_FAILURES
+    of_load = record.resident.state is ResidentState.LOADING and failure in SERVING_FAILURES
     attempt = state.failures.get(deployment_id, 0) + 1
     backoff = load_backoff_seconds(draft.world.policy, attempt)
     requests = [lease.lease.request_id for lease in state.leases_on(resident_id)]
@@ -87,10 +75,10 @@ def resident_failed(draft: Draft, resident_id: str, failure: Failure, detail: st
 def _judged_by_device(
     draft: Draft, state: AcceleratorState, record: ResidentRecord, failure: Failure, detail: str
 ) -> tuple[Failure, str]:
-    """A process that ended without a word, where the device had no room left for it: GPU_OOM (semantics.md 8)."""
+    """A process that gave up without a word, where the device had no room left for it: GPU_OOM (semantics.md 8)."""
     if failure not in (Failure.MODEL_LOAD_FAILED, Failure.RUNTIME_CRASH) or state.sample is None:
         return failure, detail
-    if detail not in ENDED_WITHOUT_A_WORD or not _takes_memory(state, record, draft.now):
+    if detail != GAVE_UP or not _takes_memory(state, record, draft.now):
         return failure, detail
     view = view_of(draft.world.state(draft.now))
     missing = required_here(view, state, record.resident.deployment_id) - record.resident.attributed_bytes

@@ -87,8 +87,9 @@ CAPACITY_FAILURES = frozenset(
     }
 )
 
-#: Failures of serving that make a capability degraded when they come in a row (semantics.md 8).
-DEGRADING_FAILURES: Final = frozenset(
+#: Failures of serving. In a row they make a capability degraded, of a load they set a back-off, and another attempt may
+#: be spared them: a runtime that crashed is started anew, a model that fails to load once may load the next time (8).
+SERVING_FAILURES: Final = frozenset(
     {
         Failure.MODEL_LOAD_FAILED,
         Failure.RUNTIME_CRASH,

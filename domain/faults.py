@@ -21,7 +21,7 @@ from .events import (
     StreamKind,
     stream_name,
 )
-from .failures import EMPTY_SHA256, Failure, owner_of
+from .failures import EMPTY_SHA256, SERVING_FAILURES, Failure, owner_of
 from .planner import PlacementPlan
 from .reasons import Reason
 from .units import CapabilityId
@@ -31,21 +31,6 @@ from .world import World
 OOM_RETRIES: Final = 1
 #: The only rank after the first that a contract may have (semantics.md 5).
 FALLBACK_RANK: Final = 1
-
-#: Failures that another attempt may be spared: a model that fails to load once may load the next time, a runtime that
-#: crashed is started anew. A request that got no answer in time has waited long enough, and so has one whose lease ran
-#: out.
-RETRIED: Final = frozenset(
-    {
-        Failure.MODEL_LOAD_FAILED,
-        Failure.RUNTIME_CRASH,
-        Failure.HEALTHCHECK_FAILED,
-        Failure.INVALID_OUTPUT,
-        Failure.TIMEOUT,
-        Failure.GPU_OOM,
-        Failure.ARTIFACT_CORRUPT,
-    }
-)
 
 _BY_NAME: Final = {failure.value: failure for failure in Failure}
 
@@ -137,7 +122,7 @@ def try_again_or_fail(
     if request is None:
         return
     limit = _retries(draft, failure)
-    if failure in RETRIED and request.operation != "warm":
+    if failure in SERVING_FAILURES and request.operation != "warm":
         if request.retries < limit:
             # After a GPU_OOM the memory has to be confirmed back first (semantics.md 8).
             after = resident_id if failure is Failure.GPU_OOM else None
@@ -167,7 +152,7 @@ def attempt_of(draft: Draft, request_ids: Iterable[str], failure: Failure) -> tu
 
 
 def _retries(draft: Draft, failure: Failure) -> int:
-    if failure not in RETRIED:
+    if failure not in SERVING_FAILURES:
         return 0
     return OOM_RETRIES if failure is Failure.GPU_OOM else draft.world.policy.gateway_retries
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 from . import faults
 from .aggregates.accelerator import AcceleratorState, LeaseRecord
+from .aggregates.request import RequestState
 from .draft import Draft
 from .events import (
     LeaseExpired,
@@ -20,11 +21,19 @@ from .failures import Failure
 from .policy import RENEWALS_PER_TTL
 from .state import Lease, ResidencyPolicy
 from .units import seconds
+from .world import World
 
 
 def active_on(state: AcceleratorState, resident_id: str, now: int) -> bool:
     """Whether a lease that has not run out is on a resident."""
     return any(record.lease.expires_at > now for record in state.leases_on(resident_id))
+
+
+def lease_of(world: World, request: RequestState) -> LeaseRecord | None:
+    """The lease that a request holds, if it holds one."""
+    if request.accelerator_id is None or request.lease_id is None:
+        return None
+    return world.accelerators[request.accelerator_id].leases.get(request.lease_id)
 
 
 def release(draft: Draft, accelerator_id: str, record: LeaseRecord, cause: ReleaseCause, *, used: bool) -> None:
@@ -116,8 +125,6 @@ def cancel_request(
         "scheduler_restarted": ReleaseCause.SCHEDULER_RESTARTED,
         "shutdown": ReleaseCause.SHUTDOWN,
     }[cause]
-    if request.accelerator_id is not None and request.lease_id is not None:
-        record = draft.world.accelerators[request.accelerator_id].leases.get(request.lease_id)
-        if record is not None:
-            release(draft, request.accelerator_id, record, ended, used=False)
+    if (record := lease_of(draft.world, request)) is not None:
+        release(draft, record.lease.accelerator_id, record, ended, used=False)
     draft.on_request(request_id, RequestCancelled(request_id, draft.now, cause))

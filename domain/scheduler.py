@@ -40,40 +40,31 @@ from .evictions import must_not_stop_yet, reclaim_deadline
 from .failures import Failure
 from .faults import note_success, try_again_or_fail
 from .grants import decide, give_up, refuse
-from .leases import active_on, cancel_request, expire_due, record_failure, release, renew
+from .leases import active_on, cancel_request, expire_due, lease_of, record_failure, release, renew
 from .messages import (
-    AcceptEnvelope,
     Agenda,
     AnswerCutOff,
-    ClearAccelerator,
     ClientGone,
-    CordonNode,
-    DrainNode,
     DrainTimedOut,
     Effect,
     EnvelopeTaken,
     Forward,
     Input,
     LoadRuntime,
-    PauseLab,
+    Operation,
     ProfilingBegins,
     ProfilingOver,
     RequestArrived,
     RequestsHeld,
-    ResumeLab,
-    RevisePolicy,
     RuntimeFailed,
     RuntimeReady,
     RuntimeSpawned,
     RuntimeStopped,
-    SetResidency,
     ShutdownRequested,
     SleepRuntime,
     SpawnRuntime,
     Started,
     StopRuntime,
-    UncordonNode,
-    UnloadIdle,
     WakeRuntime,
     WorkEnded,
 )
@@ -111,6 +102,9 @@ class Scheduler:
     def handle(self, world: World, happened: Input, now: int, *, attempt: int = 0) -> Batch | None:
         """The events of one input. `attempt` counts how often its batch was in conflict (semantics.md 7)."""
         draft = Draft(world, now)
+        if isinstance(happened, Operation):
+            apply_operation(draft, happened)
+            return draft.batch()
         match happened:
             case RequestArrived():
                 self._arrived(draft, happened, attempt)
@@ -146,19 +140,6 @@ class Scheduler:
                 _begin_profiling(draft, happened)
             case ProfilingOver():
                 _end_profiling(draft, happened)
-            case (
-                RevisePolicy()
-                | PauseLab()
-                | ResumeLab()
-                | SetResidency()
-                | CordonNode()
-                | UncordonNode()
-                | DrainNode()
-                | UnloadIdle()
-                | ClearAccelerator()
-                | AcceptEnvelope()
-            ):
-                apply_operation(draft, happened)
             case _:
                 assert_never(happened)
         return draft.batch()
@@ -268,8 +249,7 @@ def _work_ended(draft: Draft, ended: WorkEnded) -> None:
         return  # it was ended already: its lease ran out, or it was cancelled
     if ended.unsent and (request.lease_id is None or ended.lease_id not in (None, request.lease_id)):
         return  # it was put back meanwhile, and is tried again as it is
-    state = None if request.accelerator_id is None else draft.world.accelerators[request.accelerator_id]
-    record = None if state is None else state.leases.get(request.lease_id or "")
+    record = lease_of(draft.world, request)
     if record is not None and ended.failure is Failure.GPU_OOM:
         _out_of_memory(draft, ended, record.resident_id)
         return
@@ -306,10 +286,8 @@ def _cut_off(draft: Draft, cut: AnswerCutOff) -> None:
     request = draft.world.requests.get(cut.request_id)
     if request is None:
         return
-    if request.accelerator_id is not None and request.lease_id is not None:
-        record = draft.world.accelerators[request.accelerator_id].leases.get(request.lease_id)
-        if record is not None:
-            release(draft, request.accelerator_id, record, ReleaseCause.FAILED, used=False)
+    if (record := lease_of(draft.world, request)) is not None:
+        release(draft, record.lease.accelerator_id, record, ReleaseCause.FAILED, used=False)
     failed = RequestFailed(cut.request_id, draft.now, cut.reason, cut.failure, cut.detail)
     draft.on_request(cut.request_id, failed)
 

@@ -71,7 +71,7 @@ from .events import (
     TelemetrySampled,
     ThrashingDetected,
 )
-from .failures import DEGRADING_FAILURES, Failure
+from .failures import SERVING_FAILURES, Failure
 from .policy import Policy
 from .state import Backoff, Node, QueuedRequest, State
 from .units import CapabilityId, ClientId
@@ -301,7 +301,7 @@ def _apply_to_capability(world: World, data: FailureRecorded | CapabilityDegrade
     known = world.capabilities.get(data.capability, CapabilityState())
     match data:
         case FailureRecorded():
-            if data.failure not in DEGRADING_FAILURES:
+            if data.failure not in SERVING_FAILURES:
                 return world
             state = replace(known, failures=known.failures + 1, failure=data.failure, detail=data.detail)
         case CapabilityDegraded():

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Final
 
-from gpuledger.domain.failures import CAPACITY_FAILURES, Failure, owner_of
-from gpuledger.domain.faults import RETRIED
+from gpuledger.domain.failures import CAPACITY_FAILURES, SERVING_FAILURES, Failure, owner_of
 from gpuledger.domain.reasons import Reason, eviction_helps, waiting_helps
 
 from .alert_words import ABOUT
@@ -264,7 +263,7 @@ def _failures_part() -> list[str]:
             f"`{failure}`",
             owner_of(failure).value,
             _yes(failure in CAPACITY_FAILURES),
-            _yes(failure in RETRIED),
+            _yes(failure in SERVING_FAILURES),
             *_FAILURES[failure],
         )
         for failure in Failure

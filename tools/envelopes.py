@@ -11,6 +11,7 @@ import structlog
 from gpuledger.domain.accounting import reserve_of
 from gpuledger.domain.aggregates.accelerator import AcceleratorState
 from gpuledger.domain.aggregates.deployment import DeploymentState
+from gpuledger.domain.failures import CAPACITY_FAILURES
 from gpuledger.domain.messages import EnvelopeTaken
 from gpuledger.domain.ports import Clock, RuntimeFault, Runtimes, Telemetry
 from gpuledger.domain.state import ResidencyPolicy
@@ -96,7 +97,8 @@ class Measuring:
             try:
                 measurement = await self.one(place, progress)
             except RuntimeFault as fault:
-                _log.error("could not be measured", deployment=place.deployment_id, fault=str(fault))
+                tell = _log.warning if fault.failure in CAPACITY_FAILURES else _log.error
+                tell("could not be measured", deployment=place.deployment_id, fault=str(fault))
                 unmeasured.append(Unmeasured(place, fault))
                 continue
             measured.append(measurement)

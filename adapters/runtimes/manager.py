@@ -48,6 +48,7 @@ MARK: Final = "GPULEDGER_RESIDENT"
 SCHEDULER_MARK: Final = "GPULEDGER_SCHEDULER"
 #: The detail of an end by SIGKILL that was not ours: perhaps the kernel's, for want of memory. The device tells.
 KILLED: Final = "killed"
+KILLED_FOR_MEMORY: Final = "killed_for_memory"
 #: Of the last output, that is searched for a complaint: a traceback of vLLM's is long, and its cause stands before it.
 COMPLAINT_BYTES: Final = 64 * KIB
 _CRASH_SHOWS_SECONDS: Final = 1.0
@@ -61,9 +62,12 @@ class _Resident:
 
     engine: Engine
     config: RuntimeConfig
+    kind: Kind
     child: Child
     port: PortReservation
     endpoint: Endpoint
+    #: Processes that the kernel had ended for want of memory when this one was started.
+    oom_kills: int
     ready: bool = False
     stopping: bool = False
     #: None while nobody knows: it was told, and did not do or say it.
@@ -85,8 +89,15 @@ class _Resident:
         if self.stopping:
             return RuntimeFault(failure, "stopped", output[-EVIDENCE_BYTES:])
         status = self.child.exit_status
-        killed = status is not None and status.signal == signal.SIGKILL
-        return fault_of(self.engine, failure, KILLED if killed else str(status), output)
+        if status is None or status.signal != signal.SIGKILL:
+            return fault_of(self.engine, failure, str(status), output)
+        if procfs.oom_kills() > self.oom_kills:
+            # Not ours, and the kernel has ended something for want of memory since this one began. On a host that is
+            # the memory that was promised; on a card it is not.
+            failure, detail = Failure.GPU_OOM if self.kind is Kind.HOST else failure, KILLED_FOR_MEMORY
+        else:
+            detail = KILLED
+        return fault_of(self.engine, failure, detail, output)
 
 
 class RuntimeManager:
@@ -250,7 +261,7 @@ class RuntimeManager:
             command = replace(command, environment=variables, marks=(MARK, SCHEDULER_MARK))
             child = await self._spawner.spawn(command, command.folder or self._folder, log)
             undo.pop_all()
-        return _Resident(engine, config, child, port, endpoint)
+        return _Resident(engine, config, _kind(accelerator_id), child, port, endpoint, procfs.oom_kills())
 
     def _confirm_unchanged(self, deployment_id: str) -> None:
         """What is started must be what its envelope was measured for (semantics.md 3)."""

@@ -201,10 +201,6 @@ class Faults:
         self._operate("policy revise", "POST", "/policy", {"policy": keys})
         self._later(5.0, 25.0, lambda: self._must("POST", "/policy", {"policy": before}))
 
-    def accept_envelope(self, deployment_id: str) -> None:
-        """Answer for an envelope that is suspect."""
-        self._must("POST", f"/deployments/{deployment_id}/envelope/accept")
-
     def _operate(self, what: str, method: str, path: str, body: dict[str, Any] | None = None) -> None:
         self.done[f"operator: {what}"] += 1
         self._call(method, path, body)

@@ -20,7 +20,7 @@ from gpuledger.domain.reasons import Reason, waiting_helps
 
 from .arena import Arena
 from .asking import Answer
-from .faults import KILLED, Hit
+from .faults import Hit
 from .follower import Follower
 from .starved import Starvation
 from .watch import Findings
@@ -32,8 +32,6 @@ _OF_KEYS: Final = frozenset({"request_in_progress", "request_completed", "reques
 _NEVER: Final = frozenset(
     {Failure.DRIVER_ERROR, Failure.LEASE_TIMEOUT, Failure.ARTIFACT_CORRUPT, Failure.LEASE_CONFLICT}
 )
-#: A process at work that gets a SIGKILL while others have taken all that was left looks as if the kernel had ended it.
-TAKEN_FOR_OOM: Final = "no_room_left_on_device"
 
 
 @dataclass
@@ -139,8 +137,6 @@ class Judge:
     def _count_failure(self, answer: Answer, failure: Failure, told: str, found: Tally) -> None:
         if failure in CAPACITY_FAILURES:
             found.untyped.add(told)  # they are reasons of plans, never failures that a client is told
-        elif failure is Failure.GPU_OOM and any(self.was_taken_for_oom(one) for one in self._residents_of(answer)):
-            found.injected["killed when no room was left (GPU_OOM)"] += 1
         elif failure not in _NEVER and failure is not Failure.GPU_OOM and self._was_hit(answer):
             found.injected[failure.value] += 1
         else:
@@ -157,19 +153,11 @@ class Judge:
         deployment_id = self.follower.deployment_of.get(resident_id)
         return any(hit.resident_id == resident_id or hit.deployment_id == deployment_id for hit in self.hits)
 
-    def was_taken_for_oom(self, resident_id: str) -> bool:
-        """Whether a GPU_OOM of it was a kill of ours, as far as the ledger can tell (semantics.md 8)."""
-        killed = any(hit.resident_id == resident_id and hit.what == KILLED for hit in self.hits)
-        return killed and any(
-            one.resident_id == resident_id and one.failure is Failure.GPU_OOM and one.detail == TAKEN_FOR_OOM
-            for one in self.follower.failures
-        )
-
     def out_of_memory(self) -> Findings:
-        """Each GPU_OOM that is none of these."""
+        """Each GPU_OOM."""
         found = Findings()
         for one in self.follower.failures:
-            if one.failure is Failure.GPU_OOM and not self.was_taken_for_oom(one.resident_id or ""):
+            if one.failure is Failure.GPU_OOM:
                 found.add(f"GPU_OOM of {one.resident_id}: {one.detail}")
         return found
 
@@ -202,23 +190,11 @@ def log_trouble(log: Path, begin_bytes: int = 0) -> Findings:
     for line in log.read_bytes()[begin_bytes:].decode("utf-8", "replace").splitlines():
         try:
             entry = json.loads(line)
-            if (entry["level"] in ("error", "critical") and not _lacked_room(entry)) or "exception" in entry:
+            if entry["level"] in ("error", "critical") or "exception" in entry:
                 found.add(line[:2000])
         except (ValueError, KeyError, TypeError):
             found.add(line[:2000])
     return found
-
-
-def _lacked_room(entry: Mapping[str, Any]) -> bool:
-    """A doubted envelope could not be measured again by a start, since others held the memory: a matter of capacity."""
-    fault = str(entry.get("fault"))
-    return entry["event"] == "could not be measured" and fault.startswith(Failure.INSUFFICIENT_SCHEDULABLE_VRAM.value)
-
-
-def oom_kills() -> int:
-    """How many processes the kernel of this machine has killed for want of memory, since it was started."""
-    fields = dict(line.split() for line in Path("/proc/vmstat").read_text("ascii").splitlines())
-    return int(fields["oom_kill"])
 
 
 def _named(answer: Answer) -> str:

@@ -22,7 +22,7 @@ from .ballast import Ballast
 from .clients import Clients
 from .faults import Faults
 from .follower import Follower
-from .judge import Judge, Tally, log_trouble, oom_kills
+from .judge import Judge, Tally, log_trouble
 from .scene import CLIENTS, Scene
 from .traffic import Order, Traffic
 from .watch import Findings, Watch, adopt_orphans, descendants
@@ -57,7 +57,7 @@ class Chaos:
     def run(self) -> None:
         """All of it. What is wrong is in `checks`; what cannot be raises."""
         adopt_orphans()
-        oom_before = oom_kills()
+        oom_before = procfs.oom_kills()
         arena = Arena(self.scene.folder, self.scene.config)
         self._make_parts(arena)
         with ThreadPoolExecutor(3) as pool:
@@ -72,7 +72,7 @@ class Chaos:
                     part.stop()
                 arena.close()
         self.say("deciding every plan again")
-        self._judge(oom_kills() - oom_before)
+        self._judge(procfs.oom_kills() - oom_before)
 
     def _make_parts(self, arena: Arena) -> None:
         scene = self.scene
@@ -140,7 +140,6 @@ class Chaos:
     def _calm(self) -> None:
         """Every capability answers again, for a client that may have it."""
         self.say("calm: every capability must answer again")
-        self._accept_suspects()
         lost = Findings()
         for number, offer in enumerate(self.scene.offers):
             who = next(one for one in CLIENTS if one.lab == offer.lab)
@@ -152,18 +151,6 @@ class Chaos:
             if not answer.whole:
                 lost.add(f"{offer.capability}: {answer.code or answer.fault}")
         self.checks["capabilities that do not come back"] = lost
-
-    def _accept_suspects(self) -> None:
-        """As an operator does who knows that it was no want of memory: a kill of ours, taken for the kernel's."""
-        self.follower.poll()
-        judge = Judge(self.arena, self.follower, self.faults.hits, self.watch.starvation)
-        doubted = {one.deployment_id for one in self.follower.suspected if judge.was_taken_for_oom(one.resident_id)}
-        for deployment_id in sorted(doubted & self._suspects()):
-            self.faults.accept_envelope(deployment_id)
-
-    def _suspects(self) -> set[str]:
-        measured = {key: one.measured_on("host") for key, one in self.follower.world.deployments.items()}
-        return {key for key, one in measured.items() if one is not None and one.envelope.suspect}
 
     def _end(self) -> None:
         """By an operator's drain, and then in order."""

@@ -124,6 +124,18 @@ async def test_it_can_say_that_it_sleeps_and_keep_everything(tmp_path: Path) -> 
         assert runtime.resident_bytes() == pytest.approx(96 * MIB, abs=NEAR_BYTES)
 
 
+async def test_a_kill_by_the_kernel_for_want_of_memory_is_told_from_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No test can have the kernel do it: what it counts is stood in for."""
+    counts = iter((5, 6))
+    monkeypatch.setattr(procfs, "oom_kills", lambda: next(counts))
+    async with opened(tmp_path, task="chat", faults={"fail_load": "killed"}) as runtimes:
+        await runtimes.spawn("r", "d", HOST)
+        assert await fault_of(runtimes.load("r")) == (Failure.GPU_OOM, "killed_for_memory")
+        await runtimes.stop("r", 30)
+
+
 # ---- loads ------------------------------------------------------------------------------------------------------
 
 

@@ -375,7 +375,10 @@ def test_an_envelope_that_was_measured_again_is_suspect_no_more() -> None:
     assert shell.world.deployments["small"].suspicion is None
 
 
-def test_a_process_that_is_killed_where_no_room_is_left_ran_out_of_memory() -> None:
+@pytest.mark.parametrize(("detail", "taken_for"), [("signal_6", Failure.GPU_OOM), ("killed", Failure.RUNTIME_CRASH)])
+def test_a_process_that_gives_up_where_no_room_is_left_ran_out_of_memory_and_a_kill_is_a_kill(
+    detail: str, taken_for: Failure
+) -> None:
     shell = started(LARGE)
     shell.ask("r1", "large@1")
     shell.run_for(2)
@@ -383,10 +386,10 @@ def test_a_process_that_is_killed_where_no_room_is_left_ran_out_of_memory() -> N
     (card,) = shell.cards
     card.external_bytes = card.total_bytes - 1 * GIB  # others took it while it loads
     shell.sample()
-    shell.crash_runtime(record.resident.resident_id, "signal_9")
-    failures = {e.failure for e in events_of(shell, FailureRecorded)}
-    assert Failure.GPU_OOM in failures
-    assert Failure.RUNTIME_CRASH not in failures
+    shell.crash_runtime(record.resident.resident_id, detail)
+    first = events_of(shell, FailureRecorded)[0]
+    assert first.failure is taken_for
+    assert bool(events_of(shell, EnvelopeSuspected)) is (taken_for is Failure.GPU_OOM)
 
 
 def test_a_resident_that_holds_more_than_its_envelope_makes_it_suspect_and_serves_on() -> None:

@@ -139,7 +139,7 @@ class Sampler:
             )
 
         try:
-            await self._engine.ask(taken)
+            await self._engine.ask(taken, first=True)
         except (LedgerUnavailable, LedgerCorrupt, DecisionFailed):
             return  # the engine has said why; the next one comes
 

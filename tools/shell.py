@@ -138,10 +138,15 @@ class Engine:
         """Something happened; nobody waits for the record of it."""
         self._put(_Entry(told, None))
 
-    async def ask(self, told: Told) -> tuple[Recorded, ...]:
+    async def ask(self, told: Told, *, first: bool = False) -> tuple[Recorded, ...]:
         """What was recorded, when it was. Raises LedgerUnavailable, LedgerCorrupt, RequestKnown, DecisionFailed."""
         answer: asyncio.Future[tuple[Recorded, ...]] = asyncio.get_running_loop().create_future()
-        self._put(_Entry(told, answer))
+        entry = _Entry(told, answer)
+        if first:
+            self._inbox.appendleft(entry)
+            self._wake.set()
+        else:
+            self._put(entry)
         return await answer
 
     def poke(self) -> None:

@@ -25,8 +25,10 @@ from gpuledger.domain.events import (
     stream_name,
 )
 from gpuledger.domain.failures import Failure
+from gpuledger.domain.messages import RevisePolicy
 from gpuledger.domain.ports import Batch, RuntimeFault, RuntimeFigures
 from gpuledger.domain.reasons import Reason
+from gpuledger.domain.sampling import SampleTaken
 from gpuledger.domain.scheduler import Scheduler
 from gpuledger.domain.state import Health, ResidentState
 from gpuledger.domain.units import GIB
@@ -34,7 +36,7 @@ from gpuledger.tools import effects as effects_module
 from gpuledger.tools import shell as engine_module
 from gpuledger.tools.running import Haste, PartEnded
 from gpuledger.tools.snapshots import load_world, read_snapshot
-from tests.unit.shells import Machine, Shell, WatchedLedger, embedding, envelope, shell
+from tests.unit.shells import HOST, Machine, Sensors, Shell, WatchedLedger, embedding, envelope, shell
 
 pytestmark = pytest.mark.anyio
 
@@ -519,6 +521,18 @@ class TestSamples:
             await served.until(lambda: served.machine.samples > 0)
             await taking
             assert served.of(TelemetrySampled)[-1].observed_at <= began + 1_000
+
+    async def test_a_sample_goes_before_requests_that_stand_in_the_line(self) -> None:
+        """Behind them it would be old when it is decided on, and each of them refused for want of a fresh one."""
+        async with shell() as served:
+            engine = served.running.engine
+            for number in range(5):
+                engine.tell(RevisePolicy("olga", replace(engine.world.policy, revision=f"p{number}")))
+            seen = len(served.of(TelemetrySampled))
+            taken = SampleTaken(engine.world.accelerators[HOST].node_id, Sensors(served.machine).sample(()), {})
+            await engine.ask(taken, first=True)
+            assert len(served.of(TelemetrySampled)) == seen + 1
+            assert engine.world.policy.revision != "p4", "what stood in the line is still to come"
 
     async def test_samples_are_never_closer_than_their_distance(self) -> None:
         async with shell() as served:

@@ -112,7 +112,8 @@ class Running:
         self.background(self.sampler.run(), "sampler")
         self.background(self.desk.renew(), "renewals")
         gate.detail = "taking the first sample, and ending what an earlier run left"
-        await self.watch.until(lambda: bool(self.world.accelerators) and not self._leftovers())
+        await self.sampler.looked.wait()
+        await self.watch.until(lambda: not self._leftovers())
 
     def background(self, work: Coroutine[Any, Any, None], name: str) -> None:
         """A task that lives as long as the scheduler."""

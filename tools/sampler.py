@@ -63,6 +63,8 @@ class Sampler:
         #: What was wanted when the newest sample began: one that did not satisfy it is not repeated at once.
         self._tried: int | None = None
         self._reading = False
+        #: A sample was taken in this run: what is not seen by then is not there.
+        self.looked = asyncio.Event()
 
     def recorded(self, events: tuple[Recorded, ...]) -> None:
         """Nothing to do: when a sample is wanted is in the agenda."""
@@ -121,6 +123,7 @@ class Sampler:
         """One sample, recorded as far as the ledger lets us."""
         async with self._alone:
             await self._take()
+        self.looked.set()
 
     async def _take(self) -> None:
         self._hurried = False

@@ -509,6 +509,18 @@ class TestBlindness:
             assert (await serve_one(served)).start == "cold"
 
 
+class TestNoAccelerator:
+    async def test_a_server_that_sees_none_says_so(self) -> None:
+        machine = Machine()
+        machine.blind = True
+        async with shell(machine=machine, measured=False) as served:
+            refused = await served.running.desk.submit(served.question())
+            assert isinstance(refused, Refused)
+            assert refused.reason is Reason.NO_ACCELERATOR
+            sight = served.running.desk.conditions()
+            assert [one.detail for one in sight if not one.holds] == ["no accelerator was found"]
+
+
 class TestSamples:
     async def test_a_sample_is_as_old_as_it_is_when_it_is_decided_on(self) -> None:
         """One that waited in the line must not show what happened meanwhile as if it had seen it."""
